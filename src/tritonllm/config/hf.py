@@ -1,0 +1,284 @@
+"""config.json to `ModelConfig`: the fields of old and new transformers, and the refusal of what is not computed here.
+
+A plugin's own reader calls `read_hf_config`, naming in `handled` the fields that its model implements itself.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from tritonllm.config.checks import Rule, flag, integer, number, text
+from tritonllm.config.hf_rope import read_rope
+from tritonllm.config.model import DTYPES, ModelConfig
+from tritonllm.errors import ConfigError, UnsupportedModelError
+
+_OFF = (False, 0)
+_ONE = (1,)
+
+# Fields that change the mathematics -> the values under which they do not. Absence and null never do.
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    # activation
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    # caps and multipliers
+    "attn_logit_softcapping": _OFF,
+    "final_logit_softcapping": _OFF,
+    "attention_logit_cap": _OFF,
+    "logits_soft_cap": _OFF,
+    "output_logit_soft_cap": _OFF,
+    "logit_scale": _ONE,
+    "logits_scaling": _ONE,
+    "residual_multiplier": _ONE,
+    "embedding_multiplier": _ONE,
+    "embedding_scale": _ONE,
+    "lm_head_multiplier": _ONE,
+    "key_multiplier": _ONE,
+    "attention_in_multiplier": _ONE,
+    "attention_out_multiplier": _ONE,
+    "mlp_multipliers": ([1, 1],),
+    "output_multiplier": _ONE,
+    "scale_emb": _ONE,
+    "scale_depth": (),
+    "dim_model_base": (),
+    "clip_qkv": _OFF,
+    # experts
+    "num_experts": _OFF,
+    "num_local_experts": _OFF,
+    "n_routed_experts": _OFF,
+    "moe_num_experts": _OFF,
+    # other attention
+    "alibi": _OFF,
+    "parallel_attn": _OFF,
+    "use_parallel_residual": _OFF,
+    "use_qk_norm": _OFF,
+    "qk_norm": _OFF,
+    "qk_layernorm": _OFF,
+    "attention_chunk_size": _OFF,
+    "attn_temperature_tuning": _OFF,
+    "use_bidirectional_attention": _OFF,
+    "is_causal": (True,),
+    "add_cross_attention": _OFF,
+    "is_encoder_decoder": _OFF,
+    "scale_attn_by_inverse_layer_idx": _OFF,
+    "position_embedding_type": ("rope", "rotary"),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": _OFF,
+    "kv_lora_rank": (),
+    "q_lora_rank": (),
+    "v_head_dim": (),
+    "layers_block_type": (),
+    "block_configs": (),
+    "attn_type_list": (),
+    # biases with no place in a Llama-like block
+    "bias": _OFF,
+    "use_bias": _OFF,
+    "lm_head_bias": _OFF,
+    # another form of weights, or more than a language model
+    "quantization_config": ({},),
+    "compression_config": ({},),
+    "vision_config": (),
+    "audio_config": (),
+}
+
+
+def read_hf_config(
+    config: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    handled: Collection[str] = (),
+    layer_windows: bool = True,
+    **overrides: Any,
+) -> ModelConfig:
+    """Read a config.json, given as a dict, of a Llama-like model.
+
+    Args:
+        config: the fields as stored, of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) or 5
+            (`rope_parameters`, `dtype`).
+        defaults: fields to assume when the file lacks them (one that is null stays null).
+        handled: fields that the caller's model implements itself, and that are therefore not refused.
+        layer_windows: whether `layer_types` says which layers have the sliding window; else all of them have it.
+        overrides: fields of `ModelConfig` that the model class fixes whatever the file says.
+
+    Raises:
+        ConfigError: a field is missing or malformed.
+        UnsupportedModelError: a field asks for mathematics that this engine does not do; names field and value.
+    """
+    fields = {**(defaults or {}), **config}
+    refuse_unsupported_fields(fields, handled)
+
+    num_heads = _take(fields, "num_attention_heads", integer(1))
+    hidden_size = _take(fields, "hidden_size", integer(1))
+    head_dim = _take(fields, "head_dim", integer(1), None) or default_head_dim(hidden_size, num_heads)
+    max_position = _take(fields, "max_position_embeddings", integer(1))
+    attention_bias = _take(fields, "attention_bias", flag(), False)
+    hidden_act = _take(fields, "hidden_act", text())
+    values: dict[str, Any] = {
+        "vocab_size": _take(fields, "vocab_size", integer(1)),
+        "hidden_size": hidden_size,
+        "intermediate_size": _take(fields, "intermediate_size", integer(1)),
+        "num_layers": _take(fields, "num_hidden_layers", integer(1)),
+        "num_heads": num_heads,
+        "num_kv_heads": _take(fields, "num_key_value_heads", integer(1), None) or num_heads,
+        "head_dim": head_dim,
+        "max_position": max_position,
+        "rms_norm_eps": _take(fields, "rms_norm_eps", number(0, above=True)),
+        "hidden_act": "silu" if hidden_act == "swish" else hidden_act,
+        "tie_word_embeddings": _take(fields, "tie_word_embeddings", flag(), False),
+        "qkv_bias": attention_bias or _take(fields, "qkv_bias", flag(), False),
+        "o_bias": attention_bias,
+        "mlp_bias": _take(fields, "mlp_bias", flag(), False),
+        "attention_scale": _attention_scale(fields, head_dim),
+        "rope": read_rope(fields, head_dim, max_position),
+        "sliding_window": _sliding_window(fields, layer_windows),
+        "eos_token_ids": read_token_ids(fields, "eos_token_id"),
+        "architectures": tuple(fields.get("architectures") or ()),
+        "model_type": fields.get("model_type") or "",
+        "dtype": _dtype(fields),
+    }
+    return ModelConfig(**{**values, **overrides})
+
+
+def llama_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Llama 1 to 3 and what shares their code, such as SmolLM2: `attention_bias` and `mlp_bias` place the biases."""
+    return read_hf_config(config, defaults={**_DEFAULTS, "max_position_embeddings": 2048})
+
+
+def qwen2_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Qwen2 and Qwen2.5: q, k and v always have a bias, nothing else does."""
+    _refuse_bias(config, "mlp_bias")
+    return read_hf_config(config, defaults=_QWEN_DEFAULTS, qkv_bias=True, o_bias=False)
+
+
+def qwen3_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Dense Qwen3: q and k are normalised per head, and `head_dim` is 128 unless the file says otherwise."""
+    _refuse_bias(config, "mlp_bias")
+    qk_norm = ("use_qk_norm", "qk_norm", "qk_layernorm")
+    return read_hf_config(config, defaults={**_QWEN_DEFAULTS, "head_dim": 128}, handled=qk_norm)
+
+
+def mistral_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Mistral: no biases, and a sliding window, where there is one, in every layer."""
+    _refuse_bias(config, "attention_bias", "mlp_bias")
+    return read_hf_config(config, defaults=_MISTRAL_DEFAULTS, layer_windows=False)
+
+
+# What transformers assumes when a file lacks the field: it can differ from what the other fields suggest.
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+_QWEN_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_MISTRAL_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+
+READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
+    "llama": llama_config,
+    "mistral": mistral_config,
+    "qwen2": qwen2_config,
+    "qwen3": qwen3_config,
+}
+
+
+def refuse_unsupported_fields(fields: Mapping[str, Any], handled: Collection[str] = ()) -> None:
+    """Raise `UnsupportedModelError` for the first field that changes the mathematics in a way not computed here."""
+    for field, neutral in _NEUTRAL_VALUES.items():
+        value = fields.get(field)
+        if value is not None and value not in neutral and field not in handled:
+            raise unsupported(field, value)
+
+
+def unsupported(field: str, value: object, reason: str = "this engine does not compute that") -> UnsupportedModelError:
+    """The refusal of one field of a config.json."""
+    return UnsupportedModelError(
+        f"The checkpoint's config says {field}={reprlib.repr(value)}, and {reason}: "
+        "use another checkpoint, or a plugin whose model handles the field."
+    )
+
+
+def default_head_dim(hidden_size: int, num_heads: int) -> int:
+    """`hidden_size / num_heads`, which must be whole and even."""
+    if hidden_size % num_heads:
+        raise ConfigError(f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}: give head_dim.")
+    head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise UnsupportedModelError(
+            f"hidden_size={hidden_size} / num_heads={num_heads} makes head_dim={head_dim}, which is odd: "
+            "RoPE rotates pairs of dimensions."
+        )
+    return head_dim
+
+
+def read_token_ids(fields: Mapping[str, Any], field: str) -> tuple[int, ...]:
+    """One id, a list of ids or null, as a tuple without repetitions."""
+    value = fields.get(field)
+    ids = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    for token_id in ids:
+        integer(0).check(field, token_id, ConfigError)
+    return tuple(dict.fromkeys(ids))
+
+
+_REQUIRED = object()
+
+
+def _take(fields: Mapping[str, Any], field: str, rule: Rule, default: Any = _REQUIRED) -> Any:
+    value = fields.get(field)
+    if value is None:
+        if default is _REQUIRED:
+            raise ConfigError(f"The checkpoint's config lacks {field}: it is not one of a Llama-like model.")
+        return default
+    rule.check(field, value, ConfigError)
+    return value
+
+
+def _refuse_bias(config: Mapping[str, Any], *names: str) -> None:
+    for field in names:
+        if config.get(field):
+            raise unsupported(field, config[field], f"a {config.get('model_type')} model has no such bias")
+
+
+def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float:
+    """Granite gives the softmax scale itself, Gemma the number whose inverse root it is."""
+    positive = number(0, above=True)
+    multiplier = _take(fields, "attention_multiplier", positive, None)
+    if multiplier is not None:
+        return float(multiplier)
+    return float(_take(fields, "query_pre_attn_scalar", positive, head_dim)) ** -0.5
+
+
+def _sliding_window(fields: Mapping[str, Any], layer_windows: bool) -> int | None:
+    """The window of the layers that have one, None if none has."""
+    layer_types = (fields.get("layer_types") or None) if layer_windows else None
+    for layer_type in layer_types or ():
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise unsupported("layer_types", layer_type)
+    window = _take(fields, "sliding_window", integer(1), None)
+    enabled = _take(fields, "use_sliding_window", flag(), True)
+    if layer_types and "sliding_attention" in layer_types:
+        if window is None or not enabled:
+            raise unsupported("layer_types", "sliding_attention", "the size of the window is not given")
+        return window
+    if layer_types or not enabled:
+        return None
+    first = _take(fields, "max_window_layers", integer(0), 0) if layer_windows else 0
+    return window if first < _take(fields, "num_hidden_layers", integer(1)) else None
+
+
+def _dtype(fields: Mapping[str, Any]) -> str | None:
+    for field in ("dtype", "torch_dtype"):
+        value = fields.get(field)
+        if value is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in DTYPES:
+                raise unsupported(field, value, f"only {', '.join(DTYPES)} are computed")
+            return name
+    return None

@@ -1,0 +1,1 @@
+"""From requests to tokens: sequences, blocks, the scheduler, the runner, and the engine on top."""

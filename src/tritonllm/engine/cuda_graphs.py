@@ -1,0 +1,69 @@
+"""Decode steps of fixed sizes, captured once and replayed; where there is no GPU, or on request, called each time.
+
+The captured callable reads and writes static buffers alone, so nothing is copied in or out, and the eager path is the
+very same callable on the very same padded batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+
+DecodeForward = Callable[[int, bool], None]
+"""`forward(num_rows, plain)`: one decode step of the first rows; `plain` takes the token end of the model."""
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, 8, multiples of 16, and the limit itself always."""
+    sizes = [size for size in (1, 2, 4, 8, *range(16, max_rows, 16)) if size < max_rows]
+    return [*sizes, max_rows]
+
+
+class DecodeGraphs:
+    """Runs the decode step of `n` rows in the smallest bucket that holds them.
+
+    Args:
+        forward: the step.
+        max_rows: largest batch.
+    """
+
+    def __init__(self, forward: DecodeForward, max_rows: int) -> None:
+        self.forward = forward
+        self.buckets = bucket_sizes(max_rows)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def bucket(self, num_rows: int) -> int:
+        """Smallest captured size that is at least `num_rows`."""
+        return self.buckets[bisect_left(self.buckets, num_rows)]
+
+    def capture(self, buckets: list[int] | None = None) -> None:
+        """Capture every bucket with both ends, largest first so that the others reuse its memory.
+
+        Every row must be padding. Each size runs once before its capture, which compiles what it needs.
+        """
+        for size in sorted(buckets if buckets is not None else self.buckets, reverse=True):
+            for plain in (False, True):
+                self.forward(size, plain)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool):
+                    self.forward(size, plain)
+                self._pool = self._pool or graph.pool()
+                self._graphs[size, plain] = graph
+
+    def run(self, num_rows: int, plain: bool) -> None:
+        """Decode the first `num_rows` rows; rows up to the bucket's size must be padding."""
+        size = self.bucket(num_rows)
+        graph = self._graphs.get((size, plain))
+        if graph is None:
+            self.forward(size, plain)
+        else:
+            graph.replay()
+
+    def reset(self) -> None:
+        """Drop every graph and the memory behind them."""
+        self._graphs.clear()
+        self._pool = None

@@ -1,0 +1,127 @@
+"""What one step does, as plain integers: the only thing that passes from the scheduler to the runners.
+
+A plan has two segments from the first day: changes to the decode rows, which live on the device, and prefill chunks.
+Either may be empty. Nothing below the runner knows a `Sequence`, nothing above it touches a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tritonllm.engine.sequence import RowSampling, Sequence
+
+
+class RowUpdate(NamedTuple):
+    """Everything a decode row holds, for a row that is new, moved, or back.
+
+    Attributes:
+        row: row that is written.
+        token: last token, if the host has read it.
+        token_source: else the place among the previous step's sampled tokens, -1 if `token` counts.
+        context_len: keys of the row once this step's token is stored.
+        block_table: its blocks.
+        sampling: how its next token is chosen.
+    """
+
+    row: int
+    token: int
+    token_source: int
+    context_len: int
+    block_table: list[int]
+    sampling: RowSampling
+
+
+class PrefillChunk(NamedTuple):
+    """Consecutive tokens of one prompt.
+
+    Attributes:
+        token_ids: the tokens of the chunk, at least one.
+        start: position of the first, which is the number of keys already stored.
+        block_table: blocks of the whole sequence.
+        sample: True for the last chunk of a prompt, whose last position yields a token.
+        sampling: how that token is chosen.
+    """
+
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    sample: bool
+    sampling: RowSampling
+
+    @property
+    def context_len(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the engine.
+
+    Attributes:
+        num_decode_rows: rows `0 .. n - 1` decode one token each.
+        row_updates: rows to write before that.
+        cleared_rows: rows that become padding.
+        new_blocks: `(row, index in its table, block)` of rows that grew.
+        plain_decode: every decode row is greedy or plain temperature.
+        chunks: prompt chunks.
+        zero_blocks: blocks to zero first.
+    """
+
+    num_decode_rows: int = 0
+    row_updates: list[RowUpdate] = field(default_factory=list)
+    cleared_rows: list[int] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    plain_decode: bool = True
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    zero_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this step computes."""
+        return self.num_decode_rows + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+def row_update(seq: Sequence, row: int) -> RowUpdate:
+    """The whole row of a sequence whose newest token is about to be stored."""
+    unread = seq.num_unread_tokens > 0
+    return RowUpdate(
+        row=row,
+        token=-1 if unread else seq.token_ids[-1],
+        token_source=seq.token_source if unread else -1,
+        context_len=seq.length,
+        block_table=list(seq.block_table),
+        sampling=seq.sampling,
+    )
+
+
+def prefill_chunk(seq: Sequence, num_tokens: int) -> PrefillChunk:
+    """The next `num_tokens` tokens of a sequence that are not computed yet."""
+    start = seq.num_computed_tokens
+    stop = start + num_tokens
+    return PrefillChunk(
+        token_ids=seq.token_ids[start:stop],
+        start=start,
+        block_table=list(seq.block_table),
+        sample=stop == len(seq),
+        sampling=seq.sampling,
+    )
+
+
+def plan_of(seqs: list[Sequence], is_prefill: bool, num_rows: int) -> StepPlan:
+    """A plan for sequences that somebody else scheduled: whole prompts, or one decode step that fills every row anew.
+
+    Args:
+        seqs: sequences with block tables; for a decode step each with a slot for its last token.
+        is_prefill: which of the two.
+        num_rows: rows of the decode state; those not used become padding.
+    """
+    if is_prefill:
+        return StepPlan(chunks=[prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs])
+    updates = [row_update(seq, row) for row, seq in enumerate(seqs)]
+    return StepPlan(
+        num_decode_rows=len(seqs),
+        row_updates=updates,
+        cleared_rows=list(range(len(seqs), num_rows)),
+        plain_decode=all(seq.sampling.is_plain for seq in seqs),
+    )

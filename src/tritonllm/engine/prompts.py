@@ -1,0 +1,61 @@
+"""From what a caller passes as prompts to token ids, checked before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from typing import Any
+
+from tritonllm.errors import RequestError
+from tritonllm.sampling_params import SamplingParams
+
+Prompt = str | TokenIds[int]
+
+
+def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Token ids of a prompt.
+
+    A text that already begins with the tokenizer's BOS, as a chat template writes it, gets no second one.
+
+    Raises:
+        RequestError: a string without a tokenizer, an empty prompt, or an id outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a string prompt needs a tokenizer; pass token ids, or set the tokenizer key")
+        bos = getattr(tokenizer, "bos_token", None)
+        ids = tokenizer.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
+    else:
+        ids = list(prompt)
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise RequestError(f"token id {token_id!r} is not an integer in [0, {vocab_size}), the model's vocabulary")
+    return ids
+
+
+def as_prompt_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several; a string or a list of ints is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def as_params_list(params: SamplingParams | TokenIds[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts.
+
+    Raises:
+        RequestError: a list of another length, or something that is not a `SamplingParams`.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    listed = list(params)
+    if len(listed) != count:
+        raise RequestError(f"{count} prompts but {len(listed)} sampling params; give one, or one for each prompt")
+    for index, item in enumerate(listed):
+        if not isinstance(item, SamplingParams):
+            raise RequestError(f"sampling params {index} is {type(item).__name__}, not a SamplingParams")
+    return listed

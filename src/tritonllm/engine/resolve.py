@@ -1,0 +1,143 @@
+"""From a configuration to everything that is known before memory is taken: model class, model config, checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritonllm.config import (
+    EngineConfig,
+    ModelConfig,
+    resolve_dtype,
+    resolve_max_model_length,
+    resolve_model_config,
+)
+from tritonllm.errors import ConfigError
+from tritonllm.hookspecs import ModelSpec
+from tritonllm.kernels.launch import interpreting
+from tritonllm.models.tensor_parallel import TPGroup
+from tritonllm.registry import (
+    checkpoint_key,
+    default_registry,
+    load_model_class,
+    load_object,
+)
+from tritonllm.weights import Checkpoint, dummy_weights, load_weights, open_checkpoint
+
+logger = logging.getLogger("tritonllm")
+_default_dtype_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """What an engine configuration means.
+
+    Attributes:
+        engine: the configuration with `max_model_length`, `dtype` and `device` decided.
+        spec: the model family.
+        config: the model.
+        checkpoint: where weights and tokenizer come from, None for dummy weights.
+        tokenizer: a transformers tokenizer, None for dummy weights.
+    """
+
+    engine: EngineConfig
+    spec: ModelSpec
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+    tokenizer: Any
+
+
+def resolve_model(config: EngineConfig) -> ResolvedModel:
+    """Find the checkpoint, its family and its configuration; nothing is allocated.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        UnknownModelError: no family serves it.
+        ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed.
+    """
+    checkpoint, tokenizer = None, None
+    if config.load_format == "dummy":
+        hf_config = _shipped_shape(config.model_name_or_path)
+        if config.tokenizer is not None:
+            from tritonllm.weights.checkpoint import load_tokenizer
+
+            tokenizer = load_tokenizer(config.tokenizer)
+    else:
+        checkpoint = open_checkpoint(config.model_name_or_path, revision=config.revision)
+        hf_config = checkpoint.config
+    # The name decides first, the architecture only where nobody claims the name.
+    spec = default_registry().resolve(
+        config.model_name_or_path if checkpoint is None else checkpoint.key, (hf_config or {}).get("architectures") or ()
+    )
+    if checkpoint is not None:
+        tokenizer = checkpoint.load_tokenizer(config.tokenizer)
+    model = resolve_model_config(
+        config,
+        hf_config,
+        reader=load_object(spec.config) if spec.config else ModelConfig.from_hf_dict,
+        generation_config=checkpoint.generation_config if checkpoint is not None else None,
+        tokenizer_eos=getattr(tokenizer, "eos_token_id", None),
+    )
+    device = _device(config)
+    engine = config.replace(
+        max_model_length=resolve_max_model_length(config, model),
+        dtype=resolve_dtype(config, model, device),
+        device=device,
+    )
+    return ResolvedModel(engine, spec, model, checkpoint, tokenizer)
+
+
+def build_model(resolved: ResolvedModel, tp: TPGroup) -> nn.Module:
+    """Make the model on its device and fill every parameter.
+
+    Raises:
+        CheckpointError: the weights do not fit the model; all names are listed.
+    """
+    engine = resolved.engine
+    model_class = load_model_class(resolved.spec)
+    with torch.device(engine.device), _default_dtype(getattr(torch, engine.dtype)):
+        model: nn.Module = model_class(resolved.config, tp)
+    if resolved.checkpoint is None:
+        dummy_weights(model, engine.seed)
+    else:
+        load_weights(model, resolved.checkpoint.tensors())
+    return model.eval()
+
+
+def _device(config: EngineConfig) -> str:
+    if config.device != "auto":
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device; use device='cpu' or 'auto'")
+        return config.device
+    if torch.cuda.is_available() and not interpreting():
+        return "cuda"
+    backend = "the Triton kernels run in the interpreter" if interpreting() else "the PyTorch references run instead"
+    logger.warning("no CUDA device is in use: %s, which is slow", backend)
+    return "cpu"
+
+
+def _shipped_shape(name: str) -> dict[str, Any] | None:
+    """The config.json-like shape that the package ships under a checkpoint's name, if any."""
+    file = resources.files("tritonllm.bench") / "configs" / f"{checkpoint_key(name)}.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made inside have this dtype. The setting is torch's and process-wide, so one thread at a time."""
+    with _default_dtype_lock:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

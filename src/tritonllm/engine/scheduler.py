@@ -1,0 +1,325 @@
+"""Who runs in the next step. Plain Python: it hands out plans of integers and never sees a tensor.
+
+The host runs one step behind the device: a step is scheduled before the tokens of the step before it are read. So a
+sequence may have one unread token here, and a sequence that a step in flight writes to is neither preempted nor freed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+
+from tritonllm.engine.block_manager import BlockManager
+from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk, row_update
+from tritonllm.engine.sequence import Sequence, SequenceStatus
+from tritonllm.errors import EngineError, RequestError
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """The sequences of one launched step, in the order in which its tokens come back."""
+
+    decoded: list[Sequence]
+    prefilled: list[tuple[Sequence, PrefillChunk]]
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
+
+    Every step decodes all running sequences and spends the rest of its budget on prompts, so a flood of prompts delays
+    a running sequence by one chunk a step at most. Cached tokens cost no budget.
+
+    Args:
+        max_num_sequences: sequences that hold blocks at a time.
+        max_num_batched_tokens: tokens a step computes at most.
+        max_cached_blocks: blocks in the pool.
+        block_size: tokens a block holds.
+        eos: token id, or ids, that end a sequence.
+        max_model_length: tokens of a prompt and its completion at most; None for no such limit.
+    """
+
+    def __init__(
+        self,
+        max_num_sequences: int,
+        max_num_batched_tokens: int,
+        max_cached_blocks: int,
+        block_size: int,
+        eos: int | TokenIds[int] | None,
+        max_model_length: int | None = None,
+    ) -> None:
+        self.max_num_rows = max_num_sequences
+        # A running sequence takes one token of every step, so more than the budget could never run together.
+        self.max_num_sequences = min(max_num_sequences, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_size = block_size
+        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self.max_model_length = max_model_length
+        self.block_manager = BlockManager(max_cached_blocks, block_size)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._rows: list[Sequence] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._finished: list[Sequence] = []
+        self._admissions = 0
+
+    def check(self, num_prompt_tokens: int, max_model_length: int | None = None) -> None:
+        """Raise RequestError if a prompt of this length can never be served; nothing is queued.
+
+        Args:
+            num_prompt_tokens: length of the prompt.
+            max_model_length: the request's own limit on prompt and completion.
+        """
+        pool = self.block_manager.num_blocks * self.block_size
+        if num_prompt_tokens == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        for limit, name in ((self.max_model_length, "max_model_length"), (max_model_length, "the request's own limit")):
+            if limit is not None and num_prompt_tokens >= limit:
+                raise RequestError(f"the prompt has {num_prompt_tokens} tokens and leaves no room under {name} = {limit}")
+        if num_prompt_tokens > pool:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and can never fit the KV cache of {pool} "
+                f"({self.block_manager.num_blocks} blocks of {self.block_size}); raise max_cached_blocks or "
+                "gpu_memory_utilization"
+            )
+
+    def add_sequence(self, seq: Sequence) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served; the queue is as before.
+        """
+        params = seq.sampling_params
+        self.check(seq.num_prompt_tokens, params.max_model_length)
+        # The last token of a completion is never stored, so a full pool yields one token more than it holds.
+        limits = [self.block_manager.num_blocks * self.block_size + 1]
+        if params.max_tokens is not None:
+            limits.append(seq.num_prompt_tokens + params.max_tokens)
+        limits += [limit for limit in (self.max_model_length, params.max_model_length) if limit is not None]
+        seq.max_length = min(limits)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.append(seq)
+
+    def is_finished(self) -> bool:
+        """True once nothing is queued or running and every launched step has been read."""
+        return not (self.waiting or self.prefilling or self.running or self._in_flight)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps scheduled and not read yet."""
+        return len(self._in_flight)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to launch before the steps in flight are read.
+
+        Raises:
+            EngineError: requests are waiting and nothing can ever run: a fault of this class.
+        """
+        decoding, new_blocks, stalled = self._schedule_decode()
+        prefilled = self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)
+        if not decoding and not prefilled:
+            if not self._in_flight and not self.is_finished():
+                raise EngineError("the scheduler has requests and no step in flight, but nothing can run")
+            return None
+        plan = self._place_rows(decoding, new_blocks, [chunk for _, chunk in prefilled])
+        for seq in decoding:
+            seq.token_source = seq.row
+            seq.num_computed_tokens += 1
+            seq.num_unread_tokens += 1
+            seq.num_steps_in_flight += 1
+        num_sampled = 0
+        for seq, chunk in prefilled:
+            seq.num_computed_tokens = chunk.context_len
+            seq.num_steps_in_flight += 1
+            if chunk.sample:
+                seq.token_source = self.max_num_rows + num_sampled
+                num_sampled += 1
+                seq.num_unread_tokens += 1
+                seq.status = SequenceStatus.RUNNING
+                self.prefilling.remove(seq)
+                self.running.append(seq)
+        self._in_flight.append(_InFlight(decoding, prefilled))
+        return plan
+
+    def postprocess(self, token_ids: list[int]) -> list[Sequence]:
+        """Take in the tokens of the oldest step in flight.
+
+        Args:
+            token_ids: one for each decode row, then one for each chunk that samples; -1 where the model's output was
+                NaN.
+
+        Returns:
+            The requests found finished, each once in its life, aborted ones among them.
+        """
+        step = self._in_flight.popleft()
+        tokens = iter(token_ids)
+        for seq in step.decoded:
+            self._read(seq, len(seq), next(tokens))
+        for seq, chunk in step.prefilled:
+            self._read(seq, chunk.context_len, next(tokens) if chunk.sample else None)
+        return self.take_finished()
+
+    def take_finished(self) -> list[Sequence]:
+        """Requests that finished and were not reported yet."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, seq: Sequence) -> bool:
+        """End a request wherever it is; its blocks come back once no step in flight writes to them.
+
+        Returns:
+            False if it had finished already.
+        """
+        if seq.is_finished:
+            return False
+        self._finish(seq, "abort")
+        return True
+
+    def _read(self, seq: Sequence, num_stored: int, token: int | None) -> None:
+        """One sequence's part of a step that has been read: `num_stored` keys are there, `token` was sampled."""
+        seq.num_steps_in_flight -= 1
+        if token is not None:
+            seq.num_unread_tokens -= 1
+        if seq.is_finished:  # the surplus of a step launched before the end was known
+            self._release(seq)
+            return
+        if token is not None and token < 0:
+            self.block_manager.poison(seq)
+            self._finish(seq, "error", "the model's output for this request was not a number (NaN)")
+            return
+        self.block_manager.register(seq, num_stored)
+        if token is None:
+            return
+        seq.append_token(token)
+        params = seq.sampling_params
+        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+            self._finish(seq, "stop")
+        elif len(seq) >= seq.max_length:
+            self._finish(seq, "length")
+
+    def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        queue = {
+            SequenceStatus.WAITING: self.waiting,
+            SequenceStatus.PREFILLING: self.prefilling,
+            SequenceStatus.RUNNING: self.running,
+        }[seq.status]
+        queue.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.error = error
+        self._finished.append(seq)
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        if seq.num_steps_in_flight == 0:
+            self.block_manager.deallocate(seq)
+
+    def _schedule_decode(self) -> tuple[list[Sequence], dict[int, list[int]], set[int]]:
+        """Running sequences that get a token, the blocks each was given for it, and the sequences left out."""
+        decoding: list[Sequence] = []
+        new_blocks: dict[int, list[int]] = {}
+        stalled: set[int] = set()
+        for seq in list(self.running):
+            if seq.seq_id in stalled or seq.status is not SequenceStatus.RUNNING or seq.length >= seq.max_length:
+                continue
+            if self._make_room(seq, stalled):
+                added = self.block_manager.append(seq)
+                if added:
+                    new_blocks[seq.seq_id] = added
+                decoding.append(seq)
+        return decoding, new_blocks, stalled
+
+    def _make_room(self, seq: Sequence, stalled: set[int]) -> bool:
+        """Preempt the newest sequences until `seq` can grow; False if it has to wait for a step to be read.
+
+        A victim that a step in flight writes to is left out of this step instead, and can be preempted in the next.
+        """
+        while not self.block_manager.can_append(seq):
+            victim = max(self.running + self.prefilling, key=lambda other: other.admission)
+            if stalled or victim.num_steps_in_flight:
+                stalled.update((victim.seq_id, seq.seq_id))
+                return False
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of the queue; its tokens, sampled ones too, will be computed again as a prompt."""
+        (self.running if seq.status is SequenceStatus.RUNNING else self.prefilling).remove(seq)
+        self.block_manager.deallocate(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def _schedule_prefill(self, budget: int, stalled: set[int]) -> list[tuple[Sequence, PrefillChunk]]:
+        """Prompt chunks within the budget: prompts under way first, then new ones in the order of their arrival.
+
+        Nobody new is admitted while a running sequence waits for a block.
+        """
+        prefilled: list[tuple[Sequence, PrefillChunk]] = []
+        for seq in self.prefilling:
+            if budget == 0:
+                break
+            if seq.seq_id not in stalled:
+                budget -= self._take_chunk(seq, budget, prefilled)
+        while budget > 0 and self.waiting and not stalled:
+            seq = self.waiting[0]
+            held = len(self.running) + len(self.prefilling)
+            # One block in hand for each sequence that holds some, or the newcomer would soon be preempted again.
+            if held >= self.max_num_sequences or not self.block_manager.can_allocate(seq, reserve=held):
+                break
+            self.waiting.popleft()
+            self.block_manager.allocate(seq)
+            seq.status = SequenceStatus.PREFILLING
+            seq.admission = self._admissions
+            self._admissions += 1
+            self.prefilling.append(seq)
+            budget -= self._take_chunk(seq, budget, prefilled)
+        return prefilled
+
+    @staticmethod
+    def _take_chunk(seq: Sequence, budget: int, prefilled: list[tuple[Sequence, PrefillChunk]]) -> int:
+        chunk = prefill_chunk(seq, min(len(seq) - seq.num_computed_tokens, budget))
+        prefilled.append((seq, chunk))
+        return len(chunk.token_ids)
+
+    def _place_rows(
+        self, decoding: list[Sequence], new_blocks: dict[int, list[int]], chunks: list[PrefillChunk]
+    ) -> StepPlan:
+        """Map the decoding sequences to rows `0 .. n - 1`, writing only rows whose sequence changed."""
+        count = len(decoding)
+        wanted = {seq.seq_id for seq in decoding}
+        rows: list[Sequence | None] = [seq if seq.seq_id in wanted else None for seq in self._rows[:count]]
+        rows += [None] * (count - len(rows))
+        placed = {seq.seq_id for seq in rows if seq is not None}
+        for seq in self._rows:
+            if seq.seq_id not in placed:
+                seq.row = -1
+        holes = [row for row, seq in enumerate(rows) if seq is None]
+        updates = []
+        for row, seq in zip(holes, (seq for seq in decoding if seq.seq_id not in placed), strict=True):
+            updates.append(row_update(seq, row))
+            rows[row] = seq
+            seq.row = row
+        cleared = list(range(count, len(self._rows)))
+        self._rows = [seq for seq in rows if seq is not None]
+        decoding[:] = self._rows
+        grown = [
+            (seq.row, len(seq.block_table) - len(added) + offset, block_id)
+            for seq in self._rows
+            if seq.seq_id in placed
+            for added in [new_blocks.get(seq.seq_id, [])]
+            for offset, block_id in enumerate(added)
+        ]
+        return StepPlan(
+            num_decode_rows=count,
+            row_updates=updates,
+            cleared_rows=cleared,
+            new_blocks=grown,
+            plain_decode=all(seq.sampling.is_plain for seq in decoding),
+            chunks=chunks,
+            zero_blocks=self.block_manager.take_blocks_to_zero(),
+        )

@@ -1,0 +1,126 @@
+"""The tokens of one request and how far the engine has come with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as TokenIds
+from enum import Enum
+from typing import NamedTuple
+
+from tritonllm.sampling_params import SamplingParams
+
+_next_seq_id = itertools.count().__next__
+
+
+class SequenceStatus(Enum):
+    """The queue that a sequence is in."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class RowSampling(NamedTuple):
+    """How the next token of a sequence is chosen, as plain numbers."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy or plain temperature: a token can be chosen without looking at a whole row of logits at once."""
+        return self.temperature == 0 or (self.top_k == 0 and self.top_p == 1)
+
+
+class Sequence:
+    """One request: its prompt, the tokens read so far, its blocks, and the steps still in flight for it.
+
+    The prompt never changes and tokens are added in `append_token` alone.
+
+    Attributes:
+        seq_id: unique in the process.
+        token_ids: prompt and completion, as far as read from the device.
+        num_prompt_tokens: length of the prompt.
+        max_length: prompt and completion end here; set when the scheduler admits the request.
+        sampling: how its tokens are chosen.
+        block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
+        num_cached_tokens: tokens found in the prefix cache when blocks were last allocated.
+        num_computed_tokens: tokens whose keys and values are stored, or will be by a step already launched.
+        num_unread_tokens: tokens sampled by launched steps and not read yet.
+        num_steps_in_flight: launched, unread steps that write to this sequence's blocks.
+        row: row of the decode state on the device, -1 if none.
+        token_source: where the device holds the unread token.
+    """
+
+    def __init__(
+        self,
+        token_ids: TokenIds[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        block_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        self.seq_id = _next_seq_id()
+        self.sampling_params = sampling_params if sampling_params is not None else SamplingParams()
+        self.block_size = block_size
+        params = self.sampling_params
+        self.sampling = RowSampling(
+            params.temperature, params.top_k, params.top_p, seed if params.seed is None else params.seed
+        )
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_length = self.num_prompt_tokens + (params.max_tokens or 0)
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.block_table: list[int] = []
+        self.num_registered_blocks = 0
+        self.prefix_uid = 0
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_unread_tokens = 0
+        self.num_steps_in_flight = 0
+        self.admission = -1
+        self.row = -1
+        self.token_source = -1
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens read and tokens on their way."""
+        return len(self.token_ids) + self.num_unread_tokens
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the tokens read so far fill, the last one perhaps in part."""
+        return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        """Tokens in the last block: 0 if there is none, `block_size` if it is full."""
+        return len(self.token_ids) - max(self.num_blocks - 1, 0) * self.block_size
+
+    def block(self, index: int) -> list[int]:
+        """Token ids of one block."""
+        return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def append_token(self, token_id: int) -> None:
+        """Add a sampled token: the only place where a sequence grows."""
+        self.token_ids.append(token_id)

@@ -1,0 +1,37 @@
+"""Integers from the host to the device: many short lists, one copy."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNMENT = 16  # ints: every section starts at a multiple of 64 bytes, so that kernels see aligned pointers
+
+
+def upload(sections: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+    """Copy lists of 32-bit integers to the device in one transfer that the host does not wait for.
+
+    Returns:
+        One int32 tensor `[len(section)]` for each section, 64-byte aligned within one buffer.
+    """
+    flat: list[int] = []
+    starts = []
+    for section in sections:
+        flat.extend([0] * (-len(flat) % _ALIGNMENT))
+        starts.append(len(flat))
+        flat.extend(section)
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
+    buffer = host.to(device, non_blocking=True)
+    return [buffer[start : start + len(section)] for start, section in zip(starts, sections, strict=True)]
+
+
+def float_bits(value: float) -> int:
+    """A float32 as the signed 32-bit integer of the same bits."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """A 64-bit seed as two signed 32-bit integers, low word first."""
+    return struct.unpack("<ii", struct.pack("<Q", seed % 2**64))

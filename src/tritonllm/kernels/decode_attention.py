@@ -1,0 +1,334 @@
+"""Attention of one new token a sequence over the paged KV cache, with the keys of a sequence split over programs.
+
+    out_b = sum_j softmax_j(scale * q_b . k_j) v_j,   j = 0 .. context_len_b - 1;   context_len 0 gives exactly 0
+
+    q, out          [B, Hq, D]   query heads h of a group share KV head h // (Hq / Hkv)
+    k_cache/v_cache [num_blocks, block_size, Hkv, D]   any strides, the same for both, unit on D
+
+Every program reads its share of the keys once, for all heads of a group: they are the rows of one matrix product. The
+grid (splits, Hkv, B) follows from the batch alone and each program finds its keys from the length on the device, so a
+captured CUDA graph serves every length. The last program of a (sequence, KV head) merges the partial results in split
+order, so the result does not depend on which one that is, and zeroes the counter for the next call.
+
+Rounding: as in `prefill_attention`; partial results stay in float32. Splits as in Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.prefill_attention import (
+    LOG2_E,
+    check_paged,
+    key_offsets,
+    load_block_ids,
+    online_softmax_step,
+    shared_memory_limit,
+)
+from tritonllm.kernels.reference import attention as reference
+
+MAX_SPLITS = 32  # beyond it the merge costs more than the splits save
+_MIN_SPLITS = 4  # evens out a batch of mixed lengths; short sequences use fewer
+
+
+@triton.jit
+def _decode_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    partial_out_ptr,
+    partial_stats_ptr,
+    counters_ptr,
+    scale_log2,
+    q_token_stride,
+    q_head_stride,
+    cache_block_stride,
+    cache_token_stride,
+    cache_head_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_HEADS: tl.constexpr,
+):
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + sequence)
+    num_tiles = tl.cdiv(context_len, BLOCK_N)
+    # A short sequence uses fewer programs, so that each has MIN_TILES tiles of keys if there are as many.
+    used = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
+    if split >= used:
+        return
+
+    group = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    heads = (kv_head * GROUP + group).to(tl.int64)[:, None]
+    head_mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_offsets = sequence * q_token_stride + heads * q_head_stride + dims[None, :]
+    query = tl.load(q_ptr + q_offsets, mask=head_mask, other=0.0)  # [BLOCK_G, BLOCK_D]
+    k_ptrs = k_cache_ptr + kv_head.to(tl.int64) * cache_head_stride + dims[None, :]  # [1, BLOCK_D]
+    v_ptrs = v_cache_ptr + kv_head.to(tl.int64) * cache_head_stride + dims[None, :]
+    table_row_ptr = block_tables_ptr + sequence * table_stride
+
+    peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
+    block_ids = load_block_ids(table_row_ptr, split * BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
+    for tile in tl.range(split, num_tiles, used):
+        start = tile * BLOCK_N
+        kv_offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(table_row_ptr, start + used * BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
+        # Cache rows past the context may hold NaN, which a weight of zero would not cancel: they load as 0.
+        key_mask = start + tl.arange(0, BLOCK_N) < context_len
+        kv_mask = key_mask[:, None]
+        if HEAD_DIM != BLOCK_D:
+            kv_mask = kv_mask & (dims < HEAD_DIM)[None, :]
+        keys = tl.load(k_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
+        values = tl.load(v_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+        scores = tl.where(key_mask[None, :], scores, float("-inf"))
+        acc, total, peak = online_softmax_step(scores, values, scale_log2, acc, total, peak)
+
+    if used == 1:
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_offsets = sequence * out_token_stride + heads * out_head_stride + dims[None, :]
+        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=head_mask)
+        return
+
+    # Partial results are [slot, GROUP, HEAD_DIM], and [slot, GROUP, 2] for total and peak.
+    first_slot = (sequence * NUM_KV_HEADS + kv_head) * SPLITS
+    partial_rows = (first_slot + split) * GROUP + group
+    tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=head_mask)
+    tl.store(partial_stats_ptr + partial_rows * 2, total, mask=group < GROUP)
+    tl.store(partial_stats_ptr + partial_rows * 2 + 1, peak, mask=group < GROUP)
+    # All threads have stored before the one that counts the program releases their stores to the GPU.
+    tl.debug_barrier()
+    counter_ptr = counters_ptr + sequence * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+        splits = tl.arange(0, SPLITS)
+        for first_head in tl.range(0, GROUP, MERGE_HEADS, num_stages=1):
+            merged = first_head + tl.arange(0, MERGE_HEADS)
+            rows = (first_slot + splits)[None, :] * GROUP + merged[:, None]  # [MERGE_HEADS, SPLITS]
+            row_mask = (merged < GROUP)[:, None] & (splits < used)[None, :]
+            # .cg: other programs wrote these, so the L1 of this one must not answer.
+            totals = tl.load(partial_stats_ptr + rows * 2, mask=row_mask, other=0.0, cache_modifier=".cg")
+            peaks = tl.load(partial_stats_ptr + rows * 2 + 1, mask=row_mask, other=-1.0e30, cache_modifier=".cg")
+            parts = tl.load(
+                partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+                mask=row_mask[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )  # [MERGE_HEADS, SPLITS, BLOCK_D]
+            decay = tl.exp2(peaks - tl.max(peaks, 1)[:, None])
+            merged_total = tl.sum(totals * decay, 1)
+            merged_out = tl.sum(parts * decay[:, :, None], 1) / tl.where(merged_total == 0.0, 1.0, merged_total)[:, None]
+            merged_heads = (kv_head * GROUP + merged).to(tl.int64)[:, None]
+            merged_offsets = sequence * out_token_stride + merged_heads * out_head_stride + dims[None, :]
+            merged_mask = (merged < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            tl.store(out_ptr + merged_offsets, merged_out.to(out_ptr.dtype.element_ty), mask=merged_mask)
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
+
+
+def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
+    """Programs that share the keys of one (sequence, KV head): about two for each SM, from 4 to 32.
+
+    A power of two that depends on no length, so that a captured graph holds and few variants are compiled.
+    """
+    programs = max(1, 2 * num_sms // (batch * num_kv_heads))
+    return min(max(1 << (programs.bit_length() - 1), _MIN_SPLITS), MAX_SPLITS)
+
+
+@functools.lru_cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of a device; those of an H200 where there is no GPU to ask."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch memory of `decode_attention`, allocated once for the largest batch.
+
+    Calls that follow each other on one stream share it: each leaves the counters at zero.
+
+    Attributes:
+        partial_out: float32 [rows * D], unnormalised outputs of each split.
+        partial_stats: float32 [rows * 2], total and peak of each split.
+        counters: int32 [max_batch * Hkv], programs that are done, zero between calls.
+        num_sms: multiprocessors of the device, which decide on the splits.
+    """
+
+    partial_out: torch.Tensor
+    partial_stats: torch.Tensor
+    counters: torch.Tensor
+    num_sms: int
+
+    @classmethod
+    def allocate(
+        cls, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
+    ) -> DecodeWorkspace:
+        """Workspace for batches up to `max_batch`; about max_batch * 4 * Hq * D floats for large ones."""
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        num_sms = _num_sms(device)
+        slots = max(batch * decode_splits(batch, num_kv_heads, num_sms) for batch in range(1, max_batch + 1))
+        rows = slots * num_heads
+        return cls(
+            partial_out=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
+            partial_stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
+            counters=torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
+            num_sms=num_sms,
+        )
+
+
+def _key_tile(block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
+    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
+    row_bytes = block_d * itemsize
+    preferences = ((64, 4), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
+    for keys, stages in preferences:
+        if (block_g + 2 * keys * stages) * row_bytes <= limit:
+            return keys, stages
+    return preferences[-1]
+
+
+def plan_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    *,
+    num_splits: int | None = None,
+    shared_memory: int | None = None,
+) -> Launch:
+    """Plan `decode_attention` into `out`.
+
+    `num_splits` (a power of two) defaults to `decode_splits`, `shared_memory` (bytes) to what q's device offers.
+    """
+    op = "decode_attention"
+    check_paged(op, q, k_cache, v_cache, block_tables)
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    check(
+        out.shape == q.shape and out.stride(2) == 1,
+        op,
+        f"out must be like q with unit stride on D, got {shape_of(out)}",
+    )
+    check(
+        block_tables.shape[0] == batch,
+        op,
+        f"block_tables must have a row for each of {batch} queries, got {shape_of(block_tables)}",
+    )
+    check(
+        context_lens.dtype == torch.int32 and context_lens.shape == (batch,) and context_lens.is_contiguous(),
+        op,
+        f"context_lens must be contiguous int32 [{batch}], got {shape_of(context_lens)}",
+    )
+    check(scale > 0, op, f"scale must be positive, got {scale}")
+    splits = num_splits or decode_splits(max(batch, 1), num_kv_heads, workspace.num_sms)
+    check(splits & (splits - 1) == 0, op, f"num_splits must be a power of two, got {splits}")
+    rows = batch * splits * num_heads
+    check(
+        rows * head_dim <= workspace.partial_out.numel()
+        and rows * 2 <= workspace.partial_stats.numel()
+        and batch * num_kv_heads <= workspace.counters.numel(),
+        op,
+        f"the workspace is too small for q {shape_of(q)} with {splits} splits; allocate it for this batch and heads",
+    )
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    group = num_heads // num_kv_heads
+    block_g = max(16, triton.next_power_of_2(group))
+    limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
+    block_n, stages = _key_tile(block_g, block_d, q.element_size(), limit)
+    return Launch(
+        kernel=_decode_attention_kernel,
+        grid=(splits, num_kv_heads, batch),
+        args={
+            "q_ptr": q,
+            "k_cache_ptr": k_cache,
+            "v_cache_ptr": v_cache,
+            "out_ptr": out,
+            "block_tables_ptr": block_tables,
+            "context_lens_ptr": context_lens,
+            "partial_out_ptr": workspace.partial_out,
+            "partial_stats_ptr": workspace.partial_stats,
+            "counters_ptr": workspace.counters,
+            "scale_log2": scale * LOG2_E,
+            "q_token_stride": q.stride(0),
+            "q_head_stride": q.stride(1),
+            "cache_block_stride": k_cache.stride(0),
+            "cache_token_stride": k_cache.stride(1),
+            "cache_head_stride": k_cache.stride(2),
+            "out_token_stride": out.stride(0),
+            "out_head_stride": out.stride(1),
+            "table_stride": block_tables.stride(0),
+        },
+        constexprs={
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": k_cache.shape[1],
+            "SPLITS": splits,
+            # Many splits go with a small batch, where latency counts: let them have little to do each.
+            "MIN_TILES": min(max(64 // splits, 2), 8),
+            "BLOCK_G": block_g,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d,
+            # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
+            "MERGE_HEADS": min(max(16384 // (splits * block_d), 1), triton.next_power_of_2(group)),
+        },
+        options={
+            "num_warps": 4 if block_g * block_d <= 64 * 128 else 8,
+            "num_stages": stages,
+            "enable_fp_fusion": True,
+        },
+    )
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+) -> torch.Tensor:
+    """Attention of one query a sequence over all its keys, the query's own key included.
+
+    Args:
+        q: [B, Hq, D] float32, float16 or bfloat16, unit stride on D.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D], q's dtype, unit stride on D.
+        block_tables: int32 [B, W]; entries past a context are never read.
+        context_lens: int32 [B]; 0 marks a padding row, whose output is exactly zero.
+        scale: factor of the scores before the softmax, positive.
+        workspace: from `DecodeWorkspace.allocate` on q's device, for at least this batch.
+
+    Returns:
+        [B, Hq, D], new, contiguous, q's dtype. Raises `KernelError` on shapes or dtypes it cannot take.
+    """
+    if not runs_kernel(q):
+        return reference.decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    plan_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace, out).run()
+    return out

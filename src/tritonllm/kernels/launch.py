@@ -1,0 +1,132 @@
+"""A kernel launch as a value, and the one rule that decides between a kernel and its reference.
+
+A `plan_<op>` function makes every choice (grid, tiles, warps) from shapes alone and returns a `Launch`. The same value
+is launched on a GPU, run by the Triton interpreter, and compiled ahead of time for a GPU that is not there, so what
+the tests compile is what users run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tritonllm.errors import KernelError
+
+# Triton 3.10 turns the fusion of multiply and add off by default; our numbers should not change with its version.
+_OPTIONS = {"enable_fp_fusion": True}
+
+_POINTER_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def interpreting() -> bool:
+    """True if this process runs Triton kernels in the interpreter (``TRITON_INTERPRET=1`` before the import)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def runs_kernel(tensor: torch.Tensor) -> bool:
+    """The dispatch rule: a GPU tensor always takes the kernel, a CPU tensor only in the interpreter.
+
+    There is no fallback from a kernel that fails to its reference.
+    """
+    return tensor.is_cuda or interpreting()
+
+
+def check(condition: bool, op: str, message: str) -> None:
+    """Raise `KernelError` naming the op unless the condition holds. For shapes and dtypes, never for device values."""
+    if not condition:
+        raise KernelError(f"{op}: {message}")
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """`float32[3, 4]`: how a tensor is named in an error."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: everything that `kernel[grid](...)` needs, made from shapes and strides only.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        grid: number of programs along each axis.
+        args: run-time arguments by name, in the kernel's order: tensors, ints, floats, or None.
+        constexprs: compile-time arguments by name.
+        options: compiler options such as `num_warps` and `num_stages`.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    constexprs: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Launch on the current stream of the tensors' device, or in the interpreter."""
+        if 0 in self.grid:
+            return
+        tensors = [value for value in self.args.values() if isinstance(value, torch.Tensor)]
+        if interpreting():
+            for value in tensors:
+                check(
+                    value.dtype != torch.bfloat16,
+                    self.kernel.fn.__name__,
+                    "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there",
+                )
+            self.kernel[self.grid](**self.args, **self.constexprs)
+            return
+        with torch.cuda.device(tensors[0].device):
+            self.kernel[self.grid](**self.args, **self.constexprs, **_OPTIONS, **self.options)
+
+    def aot(self, target: GPUTarget) -> Any:
+        """Compile for a GPU that need not be present, with the specialisation that a launch would choose.
+
+        Returns Triton's compiled kernel: `.asm` holds the stages, `.metadata.shared` the bytes of shared memory.
+        """
+        signature, constexprs, attributes = self._specialise()
+        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+        return triton.compile(source, target=target, options={**_OPTIONS, **self.options})
+
+    def _specialise(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list]]:
+        """Signature, constants and alignment facts as Triton derives them at a launch.
+
+        Pointers count as 16-byte aligned, as the allocator gives them; an int that may be specialised becomes a
+        constant when it is 1 and is known to be divisible when it is a multiple of 16.
+        """
+        signature: dict[str, str] = {}
+        constexprs: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], list] = {}
+        for index, parameter in enumerate(self.kernel.params):
+            name = parameter.name
+            if parameter.is_constexpr:
+                signature[name] = "constexpr"
+                constexprs[(index,)] = self.constexprs.get(name, parameter.default)
+                continue
+            value = self.args[name]
+            if value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize):
+                signature[name] = "constexpr"
+                constexprs[(index,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = _POINTER_TYPES[value.dtype]
+                if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            elif isinstance(value, int):
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % 16 == 0 and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                raise KernelError(f"{self.kernel.fn.__name__}: argument {name} has no Triton type: {value!r}")
+        return signature, constexprs, attributes

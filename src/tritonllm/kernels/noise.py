@@ -1,0 +1,77 @@
+"""Gumbel noise that is a pure function of (seed, position, token id): the only randomness in sampling.
+
+    word = Philox4x32-7(counter = (id // 4, position, 0, 0), key = (seed low, seed high))[id % 4]
+    g(word) = -log(E),  E = -log(1 - v),  v = (word + 1/2) / 2^32
+
+The token with the largest  logit + temperature * g  is a draw from softmax(logits / temperature). Nothing is carried
+from step to step, so a draw depends neither on the batch around it, nor on tiles, nor on what was drawn before; one
+Philox call serves four neighbouring ids.
+
+The product form never overflows, however small the temperature is, and needs neither the maximum nor the sum of a row.
+A noise value lies between -3.14 and 22.9 (32 random bits): a token that leads by more than 26.1 * temperature always
+wins.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011); its 7-round variant passes
+BigCrush. Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling" (2014).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MIN_TEMPERATURE = 1e-5
+"""A row below this temperature is greedy: the noise would be lost in the rounding of the logits."""
+MAX_TEMPERATURE = 1e30
+"""Higher temperatures count as this one, at which fp32 logits are noise alone and sums cannot overflow."""
+PHILOX_ROUNDS = 7
+
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_MAX_TEMPERATURE = tl.constexpr(MAX_TEMPERATURE)
+_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+_TWO_TO_MINUS_32 = tl.constexpr(2.0**-32)
+
+
+@triton.jit
+def is_random(temperature):
+    """Whether a row draws noise; a greedy row, and a temperature that is not a number, do not."""
+    return temperature >= _MIN_TEMPERATURE
+
+
+@triton.jit
+def _gumbel(word):
+    # Each side of 1/32 keeps the relative precision of a small E: a series in v, or a log away from 1. The
+    # multiply-adds are spelled out so that the compiler's choice of fusing cannot make two kernels differ.
+    v = (word.to(tl.float32) + 0.5) * _TWO_TO_MINUS_32
+    rest = ((~word).to(tl.float32) + 0.5) * _TWO_TO_MINUS_32  # 1 - v
+    series = tl.fma(v, tl.full(v.shape, 0.2, tl.float32), tl.full(v.shape, 0.25, tl.float32))
+    series = tl.fma(v, series, tl.full(v.shape, 1.0 / 3.0, tl.float32))
+    series = tl.fma(v, series, tl.full(v.shape, 0.5, tl.float32))
+    series = v * tl.fma(v, series, tl.full(v.shape, 1.0, tl.float32))
+    return -tl.log(tl.where(v < 0.03125, series, -tl.log(rest)))
+
+
+@triton.jit
+def gumbel_tile(seed_low, seed_high, position, first_id, TILE: tl.constexpr):
+    """Noise fp32 [TILE] of the tokens first_id, first_id + 1, ...; first_id and TILE are multiples of 4."""
+    quad = (first_id // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)  # [TILE / 4]
+    zero = quad * 0
+    a, b, c, d = tl.philox_impl(
+        quad,
+        zero + position.to(tl.uint32),
+        zero,
+        zero,
+        zero + seed_low.to(tl.uint32),
+        zero + seed_high.to(tl.uint32),
+        _ROUNDS,
+    )
+    # Flattened, the last axes of the joins enumerate a, b, c, d: the words of ids 4q, 4q + 1, 4q + 2, 4q + 3.
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # [TILE / 4, 2, 2]
+    return _gumbel(tl.reshape(words, [TILE]))
+
+
+@triton.jit
+def perturb(logits, temperature, noise):
+    """logits + temperature * noise in one rounding, all fp32, temperature a scalar. Infinite logits stay as they are."""
+    scale = tl.full(logits.shape, 0.0, tl.float32) + tl.minimum(temperature, _MAX_TEMPERATURE)
+    return tl.fma(scale, noise, logits)

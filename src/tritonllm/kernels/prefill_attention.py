@@ -1,0 +1,362 @@
+"""Causal attention of packed prompts over the paged KV cache.
+
+For query row i of a sequence, at position p = context_len - query_len + i, and key j:
+
+    out_i = sum_j softmax_j(scale * q_i . k_j) v_j,   j = 0 .. p
+
+One path serves a fresh prompt, a cached prefix, a chunk and a resumed sequence: they differ only in how far
+`context_len` exceeds `query_len`. Keys and values are always read through the block table, after they were stored.
+
+    q, out          [T, Hq, D]   queries of all sequences, packed; query heads h of a group share KV head h // (Hq / Hkv)
+    k_cache/v_cache [num_blocks, block_size, Hkv, D]   any strides, the same for both, unit on D
+    tiles           [N, 2]       (sequence, first query row) of each program's queries
+
+Rounding: scores, softmax and sums in float32; the weights are rounded to the cache's dtype before they meet V, the sum
+is rounded once at the end. Online softmax after Milakov and Gimelshein (arXiv:1805.02867) in base 2, tiled as in
+FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.reference import attention as reference
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def load_block_ids(table_row_ptr, start, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache block ids of the key tile at `start`: one scalar if a tile lies inside a block, else one id a key.
+
+    Entries for keys at or past `limit` may be garbage, so they are not read; block 0 stands in for them.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_row_ptr + start // BLOCK_SIZE, mask=start < limit, other=0)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(table_row_ptr + keys // BLOCK_SIZE, mask=keys < limit, other=0)
+
+
+@triton.jit
+def key_offsets(block_ids, start, block_stride, token_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets [BLOCK_N] in elements of the rows of the key tile at `start`."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        tokens = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    else:
+        tokens = (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+    return block_ids.to(tl.int64) * block_stride + tokens.to(tl.int64) * token_stride
+
+
+@triton.jit
+def online_softmax_step(scores, values, scale_log2, acc, total, peak):
+    """Fold a tile of raw scores [M, N] and its values [N, D] into the running sum, total and peak.
+
+    A masked score is -inf while the peak starts finite, so a row that has seen no key yet stays at zero instead of
+    turning into inf - inf. The mask must not be a large finite number: times the scale it would lose its meaning.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+    return acc, total, new_peak
+
+
+@triton.jit
+def _prefill_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    tiles_ptr,
+    scale_log2,
+    q_token_stride,
+    q_head_stride,
+    cache_block_stride,
+    cache_token_stride,
+    cache_head_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Heads vary fastest: the programs in flight together share their keys in L2.
+    head = tl.program_id(0) % NUM_HEADS
+    tile = tl.program_id(0) // NUM_HEADS
+    sequence = tl.load(tiles_ptr + 2 * tile)
+    first_row = tl.load(tiles_ptr + 2 * tile + 1)
+    query_start = tl.load(cu_seqlens_q_ptr + sequence)
+    query_len = tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start
+    if first_row >= query_len:
+        return
+    context_len = tl.load(context_lens_ptr + sequence)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    row_mask = (rows < query_len)[:, None]
+    q_mask = row_mask
+    dim_mask = None
+    if HEAD_DIM != BLOCK_D:
+        dim_mask = (dims < HEAD_DIM)[None, :]
+        q_mask = row_mask & dim_mask
+    tokens = (query_start + rows).to(tl.int64)[:, None]
+    q_offsets = tokens * q_token_stride + head.to(tl.int64) * q_head_stride + dims[None, :]
+    query = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+
+    kv_head = (head // GROUP).to(tl.int64)
+    k_ptrs = k_cache_ptr + kv_head * cache_head_stride + dims[None, :]  # [1, BLOCK_D]
+    v_ptrs = v_cache_ptr + kv_head * cache_head_stride + dims[None, :]
+    table_row_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+
+    positions = context_len - query_len + rows  # [BLOCK_M]
+    first_position = context_len - query_len + first_row
+    end = tl.minimum(context_len, first_position + BLOCK_M)  # no row of this tile sees a key from here on
+    full = tl.maximum((first_position + 1) // BLOCK_N * BLOCK_N, 0)  # every row sees every key before here
+
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
+    block_ids = load_block_ids(table_row_ptr, 0, end, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(0, full, BLOCK_N):
+        kv_offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(table_row_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        if HEAD_DIM == BLOCK_D:
+            keys = tl.load(k_ptrs + kv_offsets[:, None])  # [BLOCK_N, BLOCK_D]
+            values = tl.load(v_ptrs + kv_offsets[:, None])
+        else:
+            keys = tl.load(k_ptrs + kv_offsets[:, None], mask=dim_mask, other=0.0)
+            values = tl.load(v_ptrs + kv_offsets[:, None], mask=dim_mask, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        acc, total, peak = online_softmax_step(scores, values, scale_log2, acc, total, peak)
+
+    # The diagonal. Cache rows past the context may hold NaN, which a weight of zero would not cancel: they load as 0.
+    for start in tl.range(full, end, BLOCK_N, num_stages=1):
+        kv_offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(table_row_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        key_positions = start + tl.arange(0, BLOCK_N)
+        kv_mask = (key_positions < end)[:, None]
+        if HEAD_DIM != BLOCK_D:
+            kv_mask = kv_mask & dim_mask
+        keys = tl.load(k_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)
+        values = tl.load(v_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        scores = tl.where(key_positions[None, :] <= positions[:, None], scores, float("-inf"))
+        acc, total, peak = online_softmax_step(scores, values, scale_log2, acc, total, peak)
+
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_offsets = tokens * out_token_stride + head.to(tl.int64) * out_head_stride + dims[None, :]
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def prefill_tile_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """Query rows of one program: the same on every GPU, so that the host can cut tiles without asking the device."""
+    if dtype.itemsize <= 2:
+        return 64
+    return 32 if head_dim <= 128 else 16
+
+
+def prefill_tiles(query_lens: Sequence[int], context_lens: Sequence[int], tile_rows: int) -> list[tuple[int, int]]:
+    """Cut the queries of each sequence into tiles of `tile_rows`.
+
+    Returns (sequence, first query row) of each tile, those with the most keys first: on a GPU the long programs must
+    not start last.
+    """
+    tiles = [
+        (min(context_len, context_len - query_len + row + tile_rows), sequence, row)
+        for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True))
+        for row in range(0, query_len, tile_rows)
+    ]
+    tiles.sort(key=lambda tile: -tile[0])
+    return [(sequence, row) for _, sequence, row in tiles]
+
+
+@functools.lru_cache
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory one program may use on a device; the smallest class where there is no GPU to ask."""
+    if device.type != "cuda":
+        return 64 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def check_paged(
+    op: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
+) -> None:
+    """The checks that paged attention ops share. Raises `KernelError`."""
+    check(q.ndim == 3 and q.stride(2) == 1, op, f"q must be [T, heads, D] with unit stride on D, got {shape_of(q)}")
+    check(
+        k_cache.ndim == 4 and k_cache.shape == v_cache.shape,
+        op,
+        f"k_cache and v_cache must be [blocks, block_size, kv_heads, D], got {shape_of(k_cache)}, {shape_of(v_cache)}",
+    )
+    check(
+        k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1,
+        op,
+        f"k_cache and v_cache must share strides, unit on D, got {k_cache.stride()} and {v_cache.stride()}",
+    )
+    check(
+        q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16),
+        op,
+        f"q and the caches must share a dtype of float32, float16 or bfloat16, got {shape_of(q)}, "
+        f"{shape_of(k_cache)}, {shape_of(v_cache)}",
+    )
+    check(
+        q.shape[2] == k_cache.shape[3] and q.shape[2] <= 256,
+        op,
+        f"q and the caches must share a head_dim of at most 256, got {shape_of(q)}, {shape_of(k_cache)}",
+    )
+    check(
+        k_cache.shape[2] > 0 and q.shape[1] % k_cache.shape[2] == 0,
+        op,
+        f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_cache.shape[2]}",
+    )
+    check(
+        block_tables.ndim == 2 and block_tables.dtype == torch.int32 and block_tables.stride(1) == 1,
+        op,
+        f"block_tables must be int32 [B, W] with unit stride on W, got {shape_of(block_tables)}",
+    )
+
+
+def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
+    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
+    preferences = [(64, 3), (32, 3), (32, 2), (16, 2), (16, 1)]
+    if itemsize > 2 or limit < 227 * 1024:
+        # Tensor cores before Hopper's take their operands from registers, and 64 keys would not leave enough of them.
+        preferences = preferences[1:]
+    for keys, stages in preferences:
+        if (tile_rows + 2 * keys * stages) * block_d * itemsize <= limit:
+            return keys, stages
+    return preferences[-1]
+
+
+def plan_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    shared_memory: int | None = None,
+) -> Launch:
+    """Plan `prefill_attention` into `out`; `shared_memory` (bytes) defaults to what q's device offers."""
+    op = "prefill_attention"
+    check_paged(op, q, k_cache, v_cache, block_tables)
+    batch = block_tables.shape[0]
+    check(
+        out.shape == q.shape and out.stride(2) == 1,
+        op,
+        f"out must be like q with unit stride on D, got {shape_of(out)}",
+    )
+    for name, tensor, shape in (
+        ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
+        ("context_lens", context_lens, (batch,)),
+        ("tiles", tiles, (tiles.shape[0], 2)),
+    ):
+        check(
+            tensor.dtype == torch.int32 and tensor.shape == shape and tensor.is_contiguous(),
+            op,
+            f"{name} must be contiguous int32 {list(shape)}, got {shape_of(tensor)}",
+        )
+    check(
+        tile_rows >= 16 and tile_rows & (tile_rows - 1) == 0,
+        op,
+        f"tile_rows must be a power of two of at least 16, got {tile_rows}",
+    )
+    check(scale > 0, op, f"scale must be positive, got {scale}")
+    num_heads, head_dim = q.shape[1], q.shape[2]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
+    block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit)
+    return Launch(
+        kernel=_prefill_attention_kernel,
+        grid=(tiles.shape[0] * num_heads,),
+        args={
+            "q_ptr": q,
+            "k_cache_ptr": k_cache,
+            "v_cache_ptr": v_cache,
+            "out_ptr": out,
+            "block_tables_ptr": block_tables,
+            "cu_seqlens_q_ptr": cu_seqlens_q,
+            "context_lens_ptr": context_lens,
+            "tiles_ptr": tiles,
+            "scale_log2": scale * LOG2_E,
+            "q_token_stride": q.stride(0),
+            "q_head_stride": q.stride(1),
+            "cache_block_stride": k_cache.stride(0),
+            "cache_token_stride": k_cache.stride(1),
+            "cache_head_stride": k_cache.stride(2),
+            "out_token_stride": out.stride(0),
+            "out_head_stride": out.stride(1),
+            "table_stride": block_tables.stride(0),
+        },
+        constexprs={
+            "NUM_HEADS": num_heads,
+            "GROUP": num_heads // k_cache.shape[2],
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": k_cache.shape[1],
+            "BLOCK_M": tile_rows,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d,
+        },
+        options={"num_warps": 4 if block_d <= 128 else 8, "num_stages": stages, "enable_fp_fusion": True},
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of every query over its sequence's keys, the queries' own keys included.
+
+    Args:
+        q: [T, Hq, D] float32, float16 or bfloat16, packed by sequence, unit stride on D.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D], q's dtype, unit stride on D.
+        block_tables: int32 [B, W]; entries past a context are never read.
+        cu_seqlens_q: int32 [B + 1], cumulative query lengths.
+        context_lens: int32 [B], keys of each sequence including its new tokens.
+        tiles: int32 [N, 2] from `prefill_tiles`, covering every query once.
+        tile_rows: from `prefill_tile_rows`, the value the tiles were cut with.
+        scale: factor of the scores before the softmax, positive.
+
+    Returns:
+        [T, Hq, D], new, contiguous, q's dtype. Raises `KernelError` on shapes or dtypes it cannot take.
+    """
+    if not runs_kernel(q):
+        return reference.prefill_attention(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, tiles, tile_rows, scale
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    plan_prefill_attention(
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, tiles, tile_rows, scale, out
+    ).run()
+    return out

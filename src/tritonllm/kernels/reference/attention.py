@@ -1,0 +1,84 @@
+"""Attention over a paged KV cache in plain PyTorch: what the kernels are tested against, and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+
+_ROWS_AT_ONCE = 256  # bounds the score matrix of a long prompt, and skips most keys above the causal diagonal
+
+
+def _context(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` cached rows of one sequence, [Hkv, length, D] in float32.
+
+    Nothing past the context is touched: not the tail of the table, not the unwritten rows of the last block.
+    """
+    block_size = cache.shape[1]
+    blocks = block_table[: -(-length // block_size)]
+    if len(blocks) == 1:
+        rows = cache[int(blocks[0]), :length]
+    else:
+        rows = cache[blocks.long()].flatten(0, 1)[:length]
+    return rows.transpose(0, 1).float()
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    scale: float,
+) -> torch.Tensor:
+    """As `kernels.prefill_attention`. `tiles` and `tile_rows` only cut the work of a GPU and are not read here."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = cu_seqlens_q.tolist()
+    for sequence, context_len in enumerate(context_lens.tolist()):
+        start, stop = starts[sequence], starts[sequence + 1]
+        if start == stop:
+            continue
+        keys = _context(k_cache, block_tables[sequence], context_len).transpose(1, 2)
+        values = _context(v_cache, block_tables[sequence], context_len)
+        for first in range(start, stop, _ROWS_AT_ONCE):
+            last = min(first + _ROWS_AT_ONCE, stop)
+            rows, num_keys = last - first, context_len - (stop - last)
+            # [Hkv, G * rows, D]: the heads that share keys are rows of one matrix product.
+            query = q[first:last].float().view(rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+            query = query.reshape(num_kv_heads, group * rows, head_dim) * scale
+            scores = (query @ keys[:, :, :num_keys]).view(num_kv_heads, group, rows, num_keys)
+            # Only the last `rows` keys can lie in the future of one of these rows.
+            future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+            scores[..., num_keys - rows :].masked_fill_(future, float("-inf"))
+            weights = scores.softmax(-1).view(num_kv_heads, group * rows, num_keys)
+            attended = (weights @ values[:, :num_keys]).view(num_kv_heads, group, rows, head_dim)
+            out[first:last] = attended.permute(2, 0, 1, 3).reshape(rows, num_heads, head_dim)
+    return out
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    workspace: object = None,
+) -> torch.Tensor:
+    """As `kernels.decode_attention`. `workspace` only joins the programs of a GPU and is not read here."""
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    queries = (q.float() * scale).view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    for sequence, context_len in enumerate(context_lens.tolist()):
+        if context_len == 0:
+            continue
+        keys = _context(k_cache, block_tables[sequence], context_len)
+        values = _context(v_cache, block_tables[sequence], context_len)
+        weights = (queries[sequence] @ keys.transpose(1, 2)).softmax(-1)  # [Hkv, G, context_len]
+        out[sequence] = (weights @ values).view(num_heads, head_dim)
+    return out

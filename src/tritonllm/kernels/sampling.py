@@ -1,0 +1,189 @@
+"""The next token of each row of logits [B, V].
+
+    pick_tokens:    argmax of  logits + temperature * g        (g: Gumbel noise of `noise.py`; greedy without noise)
+    sample_tokens:  the same, over the tokens that top-k and then top-p keep (the rule is in `kept_set.py`)
+
+Rows below `MIN_TEMPERATURE` are greedy and use no filter. Of equal scores the lowest id wins. A row that holds NaN
+gives -1. A logit of -inf is never chosen unless all are, which gives id 0. A row depends on nothing but its own logits
+and parameters: not on its neighbours, its place in the batch, the tiles, or earlier calls.
+
+Logits are taken to fp32; the score is rounded once. Each tile of a row names its best token, a second kernel the best
+of the tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tile_size
+from tritonllm.kernels.launch import Launch, runs_kernel
+from tritonllm.kernels.noise import gumbel_tile, is_random, perturb
+from tritonllm.kernels.reference import sampling as reference
+
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _pick_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    thresholds_ptr,
+    best_ptr,
+    token_ptr,
+    logits_stride,
+    temperatures_stride,
+    seeds_stride,
+    seeds_word_stride,
+    positions_stride,
+    vocab_size,
+    TILE: tl.constexpr,
+):
+    """Best score of a tile and the lowest id that has it; id -1 if the tile holds NaN."""
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row * temperatures_stride)
+    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    kept = token < vocab_size
+    x = tl.load(logits_ptr + row * logits_stride + token, mask=kept, other=float("-inf")).to(tl.float32)
+    has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    kept = kept & (x == x)
+    if thresholds_ptr is not None:
+        kept = kept & (x >= tl.load(thresholds_ptr + row))
+    score = x
+    if is_random(temperature) & (tl.max(kept.to(tl.int32), axis=0) > 0):
+        seed_low = tl.load(seeds_ptr + row * seeds_stride)
+        seed_high = tl.load(seeds_ptr + row * seeds_stride + seeds_word_stride)
+        position = tl.load(positions_ptr + row * positions_stride)
+        score = perturb(x, temperature, gumbel_tile(seed_low, seed_high, position, tile * TILE, TILE))
+    best = tl.max(tl.where(kept, score, float("-inf")), axis=0)
+    winner = tl.min(tl.where(kept & (score == best), token, _NO_TOKEN), axis=0)
+    tl.store(best_ptr + row * tl.num_programs(0) + tile, best)
+    tl.store(token_ptr + row * tl.num_programs(0) + tile, tl.where(has_nan, -1, winner))
+
+
+@triton.jit
+def _merge_kernel(best_ptr, token_ptr, out_ptr, tiles, TILES: tl.constexpr):
+    """The best of a row's tiles: the lowest id at the highest score, or -1 if a tile says so."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, TILES)
+    best = tl.load(best_ptr + row * tiles + lane, mask=lane < tiles, other=float("-inf"))  # [TILES]
+    token = tl.load(token_ptr + row * tiles + lane, mask=lane < tiles, other=_NO_TOKEN)
+    winner = tl.min(tl.where(best == tl.max(best, axis=0), token, _NO_TOKEN), axis=0)
+    tl.store(out_ptr + row, tl.where(tl.min(token, axis=0) < 0, -1, winner))
+
+
+def plan_pick_tokens(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: int = TILE,
+) -> list[Launch]:
+    """Plan of `pick_tokens` into out int32 [B], with scratch of its own; the result does not depend on the tile.
+
+    With thresholds, contiguous fp32 [B], only tokens with a logit at or above that of their row take part.
+    """
+    op = "pick_tokens"
+    check_logits(op, logits)
+    batch, vocab_size = logits.shape
+    check_column(op, "temperatures", temperatures, torch.float32, (batch,))
+    check_column(op, "seeds", seeds, torch.int32, (batch, 2))
+    check_column(op, "positions", positions, torch.int32, (batch,))
+    tile, tiles = tile_size(vocab_size, tile)
+    best = torch.empty((batch, tiles), dtype=torch.float32, device=logits.device)
+    token = torch.empty((batch, tiles), dtype=torch.int32, device=logits.device)
+    pick = Launch(
+        kernel=_pick_kernel,
+        grid=(tiles, batch),
+        args={
+            "logits_ptr": logits,
+            "temperatures_ptr": temperatures,
+            "seeds_ptr": seeds,
+            "positions_ptr": positions,
+            "thresholds_ptr": thresholds,
+            "best_ptr": best,
+            "token_ptr": token,
+            "logits_stride": logits.stride(0),
+            "temperatures_stride": temperatures.stride(0),
+            "seeds_stride": seeds.stride(0),
+            "seeds_word_stride": seeds.stride(1),
+            "positions_stride": positions.stride(0),
+            "vocab_size": vocab_size,
+        },
+        constexprs={"TILE": tile},
+        options={"num_warps": 8},
+    )
+    merge = Launch(
+        kernel=_merge_kernel,
+        grid=(batch,),
+        args={"best_ptr": best, "token_ptr": token, "out_ptr": out, "tiles": tiles},
+        constexprs={"TILES": triton.next_power_of_2(tiles)},
+        options={"num_warps": 1},
+    )
+    return [pick, merge]
+
+
+def _pick(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    for launch in plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out):
+        launch.run()
+    return out
+
+
+def pick_tokens(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """The most likely token of each row, or a draw from softmax(logits / temperature).
+
+    Args:
+        logits: [B, V] fp32, fp16 or bf16; rows may be strided.
+        temperatures: fp32 [B], any stride, as the other parameters. Below `MIN_TEMPERATURE` the row is greedy.
+        seeds: int32 [B, 2], low and high word of a 64-bit seed.
+        positions: int32 [B]; a draw is a function of seed and position.
+
+    Returns:
+        int32 [B]: token ids, -1 for a row that holds NaN.
+
+    Raises:
+        KernelError: shapes, dtypes or strides do not fit.
+    """
+    if not runs_kernel(logits):
+        return reference.pick_tokens(logits, temperatures, seeds, positions)
+    return _pick(logits, temperatures, seeds, positions, None)
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """A draw from what top-k, then top-p keep; a row that uses neither gets the token of `pick_tokens`.
+
+    Args:
+        logits, temperatures, seeds, positions: as for `pick_tokens`.
+        top_ks, top_ps: int32 [B] and fp32 [B], as for `kept_threshold`: 0 and 1 are off.
+
+    Returns:
+        int32 [B]: token ids, -1 for a row that holds NaN.
+
+    Raises:
+        KernelError: shapes, dtypes or strides do not fit.
+    """
+    if not runs_kernel(logits):
+        return reference.sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions)
+    thresholds = kept_threshold(logits, temperatures, top_ks, top_ps)
+    return _pick(logits, temperatures, seeds, positions, thresholds)

@@ -1,0 +1,75 @@
+"""What a step tells the attention layers, passed down as an argument: never a global.
+
+A step has up to two segments, prefill chunks and decode rows, and each runs the model once with its own metadata.
+Both read keys and values through the block table, after the store kernel has written the new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tritonllm.kernels.decode_attention import DecodeWorkspace, decode_attention
+from tritonllm.kernels.prefill_attention import prefill_attention
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """Prompt chunks of B sequences, T tokens in all; query i of a sequence sits at `context_len - query_len + i`.
+
+    Attributes:
+        slot_mapping: int32 `[T]`, where each new key and value goes; -1 for nowhere.
+        block_tables: int32 `[B, W]`.
+        cu_seqlens_q: int32 `[B + 1]`, first token of each sequence.
+        context_lens: int32 `[B]`, keys of each sequence once this chunk is stored.
+        tiles: int32 `[N, 2]`, the (sequence, first query row) of every program, heaviest first.
+        tile_rows: query rows of a tile.
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    tiles: torch.Tensor
+    tile_rows: int
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """Causal attention of q `[T, heads, head_dim]`; the same shape comes back."""
+        return prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.context_lens,
+            self.tiles,
+            self.tile_rows,
+            scale,
+        )
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """One new token for each of B rows; a padding row has slot -1 and context length 0.
+
+    Attributes:
+        slot_mapping: int32 `[B]`.
+        block_tables: int32 `[B, W]`.
+        context_lens: int32 `[B]`, keys of each row with the new token.
+        workspace: scratch of the split-KV kernel.
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    workspace: DecodeWorkspace
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""
+        return decode_attention(
+            q, k_cache, v_cache, self.block_tables, self.context_lens, scale, self.workspace
+        )
+
+
+AttentionMetadata = PrefillMetadata | DecodeMetadata

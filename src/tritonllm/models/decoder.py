@@ -1,0 +1,109 @@
+"""The decoder-only transformer that most checkpoints share: embed, n pre-norm layers, norm, LM head."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from tritonllm.config import ModelConfig
+from tritonllm.models.layers import (
+    Attention,
+    AttentionMetadata,
+    GatedMLP,
+    KVCache,
+    LayerCache,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    TPGroup,
+    VocabEmbedding,
+)
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attention, add, norm, MLP, add. Each add is fused into the norm that follows it.
+
+    Submodules are named as in the checkpoint.
+    """
+
+    qk_norm: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, tp: TPGroup) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, rotary, tp, qk_norm=self.qk_norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, tp)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        attn: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(hidden, residual)`, both `[T, hidden_size]`; their sum is the residual stream after this layer."""
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, cache, attn)
+        hidden = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DecoderModel(nn.Module):
+    """Everything below the LM head, under the checkpoint's prefix `model.`."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, layer_class: type[DecoderLayer]) -> None:
+        super().__init__()
+        rotary = RotaryEmbedding(config.rope, config.max_position)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.layers = nn.ModuleList(layer_class(config, rotary, tp) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            hidden, residual = layer(hidden, residual, positions, cache, attn)
+        return self.norm(hidden, residual)
+
+
+class DecoderLM(nn.Module):
+    """A causal language model. A family subclasses it and names its layer class.
+
+    Attributes:
+        layer_class: the decoder layer of this family.
+        packed: checkpoint name segment to (fused parameter's segment, slot), matched by whole segments.
+    """
+
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    packed: ClassVar[dict[str, tuple[str, str]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(self, config: ModelConfig, tp: TPGroup) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderModel(config, tp, self.layer_class)
+        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, weight=tied)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """Final hidden states `[T, hidden_size]` of int32 or int64 ids `[T]` at int32 positions `[T]`."""
+        return self.model(input_ids, positions, kv_cache, attn)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, vocabulary]` of hidden states `[N, hidden_size]`."""
+        return self.lm_head(hidden)

@@ -1,0 +1,162 @@
+"""The kit that model files are built from. A model states its structure; which kernel runs is decided here.
+
+Layers take the configuration, the tensor-parallel group, and at run time their inputs: positions, the KV cache of
+their layer and the attention metadata. Nothing is read from a global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tritonllm.config import ModelConfig, RopeConfig
+from tritonllm.kernels.activation import silu_and_mul
+from tritonllm.kernels.norm import add_rms_norm, rms_norm
+from tritonllm.kernels.rope_store import rope_store_kv
+from tritonllm.kernels.sampling import pick_tokens
+from tritonllm.models.attention_metadata import AttentionMetadata
+from tritonllm.models.linear import (
+    ColumnLinear,
+    GateUpLinear,
+    Part,
+    QKVLinear,
+    RowLinear,
+    VocabMatrix,
+)
+from tritonllm.models.rope import rope_table
+from tritonllm.models.tensor_parallel import TPGroup
+
+__all__ = [
+    "Attention",
+    "AttentionMetadata",
+    "ColumnLinear",
+    "GateUpLinear",
+    "GatedMLP",
+    "KVCache",
+    "LMHead",
+    "LayerCache",
+    "Part",
+    "QKVLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "RowLinear",
+    "TPGroup",
+    "VocabEmbedding",
+]
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+
+KVCache = Sequence[LayerCache]
+"""One entry a layer."""
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Norm of x `[T, size]`; with a residual, x is added to it in place first and the sum is normed."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class RotaryEmbedding(nn.Module):
+    """The cosine and sine table, float32 `[max_position, rotary_dim]`, shared by the layers that rotate alike."""
+
+    cos_sin: torch.Tensor
+
+    def __init__(self, rope: RopeConfig, max_position: int) -> None:
+        super().__init__()
+        device = torch.empty(0).device  # where parameters are being made
+        self.register_buffer("cos_sin", rope_table(rope, max_position, device), persistent=False)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache, with optional norms of the query and key heads.
+
+    The normed, rotated keys and the values are written to the cache before any query reads it, so a fresh prompt, a
+    chunk, a cached prefix and a decode step are one path.
+    """
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, tp: TPGroup, qk_norm: bool = False) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.scale = config.attention_scale
+        self.head_dim = config.head_dim
+        self.num_heads = tp.split(config.num_heads, "num_heads")[1]
+        self.eps = config.rms_norm_eps
+        self.qkv_proj = QKVLinear(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias, tp
+        )
+        self.o_proj = RowLinear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias, tp)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+
+    def forward(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """hidden `[T, hidden_size]` and int32 positions `[T]` to `[T, hidden_size]`."""
+        k_cache, v_cache = cache
+        q = rope_store_kv(
+            self.qkv_proj(hidden),
+            self.rotary.cos_sin,
+            positions,
+            k_cache,
+            v_cache,
+            attn.slot_mapping,
+            self.num_heads,
+            q_norm=self.q_norm.weight if self.q_norm is not None else None,
+            k_norm=self.k_norm.weight if self.k_norm is not None else None,
+            eps=self.eps,
+        )
+        return self.o_proj(attn.attend(q, k_cache, v_cache, self.scale).flatten(1))
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer, "GLU variants improve Transformer", 2020)."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
+        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, tp)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class VocabEmbedding(VocabMatrix):
+    """Token embedding; ids `[T]` to `[T, hidden_size]`. Ids of other ranks' shards contribute zero here."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.start
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        return self.tp.all_reduce(F.embedding(local * mine, self.weight) * mine[:, None])
+
+
+class LMHead(VocabMatrix):
+    """Hidden states to logits, and hidden states to tokens; with tied embeddings it shares their parameter."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[N, hidden_size]` to logits `[N, this rank's part of the vocabulary]` in the model's dtype."""
+        return F.linear(hidden, self.weight)
+
+    def pick_tokens(
+        self, hidden: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The token end of the forward pass, for rows that are greedy or use plain temperature.
+
+        The point where the matrix product and the choice may be fused; the token is the one that `forward` followed by
+        the sampler gives. int32 `[N]`.
+        """
+        return pick_tokens(self(hidden), temperatures, seeds, positions)

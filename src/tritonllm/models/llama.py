@@ -1,0 +1,9 @@
+"""Llama 2 and 3.x, SmolLM2 and others of their shape: the plain decoder, with whatever rotary scaling the checkpoint has."""
+
+from __future__ import annotations
+
+from tritonllm.models.decoder import DecoderLM
+
+
+class LlamaForCausalLM(DecoderLM):
+    """The plain decoder."""

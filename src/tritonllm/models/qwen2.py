@@ -1,0 +1,9 @@
+"""Qwen2 and Qwen2.5: the plain decoder with a bias on the query, key and value projections, set by its config reader."""
+
+from __future__ import annotations
+
+from tritonllm.models.decoder import DecoderLM
+
+
+class Qwen2ForCausalLM(DecoderLM):
+    """The plain decoder."""

@@ -1,0 +1,69 @@
+"""How one request is sampled: `SamplingParams`, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tritonllm.config.checks import Rule, check_fields, flag, integer, integers, number
+from tritonllm.errors import RequestError
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4e38
+
+# Dividing logits by less would overflow float32; such a temperature already means "the best token".
+_SMALLEST_TEMPERATURE = 1e-6
+
+_RULES: dict[str, Rule] = {
+    "temperature": number(0, _FLOAT32_MAX),
+    "max_tokens": integer(1).or_none(),
+    "ignore_eos": flag(),
+    "top_p": number(0, 1),
+    "top_k": integer(-1, _INT32_MAX),
+    "seed": integer(0, 2**64 - 1).or_none(),
+    "max_model_length": integer(1).or_none(),
+    "skip_special_tokens": flag(),
+    "stop_token_ids": integers(0, _INT32_MAX),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request. Immutable; `dataclasses.replace` gives a changed copy, checked again.
+
+    A value of the wrong type or outside its range raises `RequestError` (a ValueError) that names the field, the
+    value and the range. A bool is not a number, and nan and infinity are in no range.
+
+    Attributes:
+        temperature: >= 0. 0 is the exact argmax, lowest id among equals; below 1e-6 means, and is stored as, 0.
+        max_tokens: tokens to generate, exactly, unless the text ends first: >= 1, or None for as many as the length
+            limit leaves.
+        ignore_eos: go on after an end-of-text id. `stop_token_ids` still stop.
+        top_p: in [0, 1]. Sample from the smallest set of most probable tokens whose mass reaches it, after `top_k`;
+            1 is off, 0 leaves the most probable token.
+        top_k: sample from that many most probable tokens, at most 2**31 - 1. 0 and -1 are off (-1 is stored as 0);
+            the vocabulary size or more is off as well.
+        seed: in [0, 2**64). The same seed gives the same tokens, whatever else is in the batch; None draws from
+            the engine's seed.
+        max_model_length: most tokens of prompt and output together, >= 1; None is the engine's limit.
+        skip_special_tokens: leave special tokens out of the text (never out of the token ids).
+        stop_token_ids: further ids that end the text, each >= 0.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int | None = 64
+    ignore_eos: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_model_length: int | None = None
+    skip_special_tokens: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop_token_ids, (list, set, frozenset)):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check_fields(self, _RULES, RequestError)
+        if self.temperature < _SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)

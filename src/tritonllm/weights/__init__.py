@@ -1,0 +1,19 @@
+"""Checkpoints: finding them, streaming their tensors, and filling a model with them."""
+
+from tritonllm.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
+from tritonllm.weights.dummy import dummy_weights
+from tritonllm.weights.gguf_checkpoint import GgufCheckpoint
+from tritonllm.weights.load import LoadReport, load_weights
+from tritonllm.weights.resolve import open_checkpoint
+from tritonllm.weights.stop_tokens import stop_token_ids
+
+__all__ = [
+    "Checkpoint",
+    "GgufCheckpoint",
+    "LoadReport",
+    "SafetensorsCheckpoint",
+    "dummy_weights",
+    "load_weights",
+    "open_checkpoint",
+    "stop_token_ids",
+]

@@ -1,0 +1,142 @@
+"""A checkpoint on disk: a folder in the Hugging Face layout, and what is common to it and to a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tritonllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model"
+
+
+class Checkpoint(Protocol):
+    """Configuration, tokenizer and tensors of one model.
+
+    Attributes:
+        path: the folder, or the `.gguf` file.
+        key: the name that the model registry knows it by.
+        config: config.json as a plain dict; for a GGUF file the equivalent dict.
+        generation_config: generation_config.json as a plain dict, empty if there is none.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def generation_config(self) -> dict[str, Any]: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream every tensor with its Hugging Face name, whole, on the CPU; nothing is kept once it is yielded."""
+
+    def load_tokenizer(self, tokenizer: str | None = None) -> Any:
+        """The transformers tokenizer of the checkpoint, or of the folder or hub id given instead."""
+
+
+class SafetensorsCheckpoint:
+    """A folder with config.json and safetensors files.
+
+    Which files count, in the order of transformers: `model.safetensors` alone; else exactly the shards that
+    `model.safetensors.index.json` names; else every `.safetensors` file but adapters.
+
+    Raises:
+        CheckpointError: a file is missing or is not readable, or the folder holds no weights.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path = path
+        self.key = key
+        self.config = read_json(path / CONFIG)
+        generation_config = path / GENERATION_CONFIG
+        self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
+        self._shard_of, self._files = _weight_files(path)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        for file in self._files:
+            try:
+                with safe_open(file, framework="pt", device="cpu") as shard:
+                    for name in shard.keys():  # noqa: SIM118 - not a mapping
+                        # The index decides where a tensor that lies in two shards is read from.
+                        if self._shard_of.get(name, file.name) == file.name:
+                            yield name, shard.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{file} ({file.stat().st_size} bytes) is not a readable safetensors file ({error}); "
+                    "download it again."
+                ) from error
+
+    def load_tokenizer(self, tokenizer: str | None = None) -> Any:
+        return load_tokenizer(tokenizer or str(self.path))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: the file is missing, is not JSON, or holds something else than an object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}, so it is not a checkpoint folder.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def load_tokenizer(source: str, **kwargs: Any) -> Any:
+    """`AutoTokenizer.from_pretrained`, its many exceptions turned into one.
+
+    Raises:
+        CheckpointError: `source` has no tokenizer that transformers can build.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, **kwargs)
+    except Exception as error:
+        raise CheckpointError(
+            f"No tokenizer can be built from {source}: {type(error).__name__}: {error}. "
+            "Name another folder or hub id with `tokenizer`."
+        ) from error
+
+
+def _weight_files(path: Path) -> tuple[dict[str, str], list[Path]]:
+    """The shard of each tensor where an index tells it, and the files to read, all of which exist."""
+    if (path / SINGLE_FILE).is_file():
+        return {}, [path / SINGLE_FILE]
+    if (path / INDEX).is_file():
+        shard_of = read_json(path / INDEX).get("weight_map")
+        if not isinstance(shard_of, dict) or not shard_of:
+            raise CheckpointError(f"{path / INDEX} has no weight_map; download it again.")
+        shards = sorted(set(shard_of.values()))
+        missing = [shard for shard in shards if not (path / shard).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} of the {len(shards)} files that {INDEX} names: {', '.join(missing)}; "
+                "download the checkpoint again."
+            )
+        return shard_of, [path / shard for shard in shards]
+    files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith(ADAPTER))
+    if not files:
+        raise CheckpointError(
+            f"{path} holds no weights: tritonllm reads .safetensors and .gguf files; "
+            "convert other formats with save_pretrained of transformers."
+        )
+    return {}, files

@@ -1,0 +1,32 @@
+"""Random weights that depend on nothing but a seed and the names of the checkpoint tensors."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from tritonllm.weights.targets import find_targets
+
+STANDARD_DEVIATION = 0.02
+
+
+def dummy_tensor(seed: int, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The whole, unsharded float32 tensor that stands for a checkpoint tensor: normal, or ones for a norm's weight."""
+    owner, _, leaf = name.rpartition(".")
+    if len(shape) == 1 and leaf == "weight" and "norm" in owner.rpartition(".")[2]:
+        return torch.ones(shape, device=device)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, device=device).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+
+
+def dummy_weights(model: nn.Module, seed: int = 0) -> None:
+    """Fill a model with `dummy_tensor`s, made on each parameter's own device.
+
+    Every tensor is made whole before it is sharded, so all world sizes hold the same model.
+    """
+    targets, _ = find_targets(model)
+    for name, target in targets.items():
+        target.load(dummy_tensor(seed, name, target.tensor.shape, target.device))

@@ -1,0 +1,34 @@
+"""Token choice over the vocabulary of Qwen3, for logits of both widths."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from harness import Case, meta
+
+from tritonllm.kernels.kept_set import plan_kept_threshold
+from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.sampling import plan_pick_tokens
+
+_BATCH = 64
+_VOCAB_SIZE = 151936
+
+
+def _sample(dtype: torch.dtype) -> list[Launch]:
+    """The launches of `pick_tokens`, then those of `sample_tokens`, which passes thresholds."""
+    logits = meta(_BATCH, _VOCAB_SIZE, dtype=dtype)
+    temperatures, top_ps, thresholds = (meta(_BATCH, dtype=torch.float32) for _ in range(3))
+    top_ks, positions, out = (meta(_BATCH, dtype=torch.int32) for _ in range(3))
+    seeds = meta(_BATCH, 2, dtype=torch.int32)
+    return [
+        *plan_pick_tokens(logits, temperatures, seeds, positions, None, out),
+        *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds),
+        *plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out),
+    ]
+
+
+CASES = [
+    Case("qwen3-bf16", partial(_sample, torch.bfloat16)),
+    Case("qwen3-fp32", partial(_sample, torch.float32)),
+]

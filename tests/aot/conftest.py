@@ -1,0 +1,35 @@
+"""The compile lane: needs no GPU, and cannot share a process with Triton's interpreter."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import pytest
+from harness import Compiled, compile_case
+
+
+def pytest_configure() -> None:
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise pytest.UsageError(
+            "tests/aot compiles kernels, and under TRITON_INTERPRET there is nothing to compile: unset it"
+        )
+
+
+@pytest.fixture(scope="session")
+def compilations(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Future[list[Compiled]]]]:
+    """Every selected (case, target), compiling in the background on all cores."""
+    wanted = [
+        (item.callspec.params["case_key"], item.callspec.params["target_name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and "compilations" in item.fixturenames
+        and not item.get_closest_marker("skip")
+    ]
+    # Spawned, not forked: this process holds the thread pools of PyTorch and LLVM.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        yield {pair: pool.submit(compile_case, *pair) for pair in wanted}
+        pool.shutdown(cancel_futures=True)

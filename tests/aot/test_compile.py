@@ -1,0 +1,64 @@
+"""Each plan compiles for each supported GPU, fits its shared memory, uses its tensor cores and does not spill.
+
+By default a case is compiled for Hopper and for MI300, which has the least shared memory, and the first case of each
+file for every target; `--slow` compiles the whole product.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from concurrent.futures import Future
+
+import pytest
+import triton
+from harness import TARGETS, Compiled, all_cases
+
+import tritonllm.kernels
+
+_ALWAYS = ("sm_90", "gfx942")
+
+
+def _pairs() -> list:
+    pairs = []
+    files_seen: set[str] = set()
+    for key in all_cases():
+        file = key.split("-", 1)[0]
+        targets = _ALWAYS if file in files_seen else tuple(TARGETS)
+        files_seen.add(file)
+        for name in TARGETS:
+            marks = () if name in targets else pytest.mark.slow
+            pairs.append(pytest.param(key, name, id=f"{key}-{name}", marks=marks))
+    return pairs
+
+
+@pytest.mark.parametrize(("case_key", "target_name"), _pairs())
+def test_compiles(case_key: str, target_name: str, compilations: dict[tuple[str, str], Future[list[Compiled]]]) -> None:
+    case, target = all_cases()[case_key], TARGETS[target_name]
+    results = compilations[case_key, target_name].result()
+    assert results, "the case launches nothing"
+    for result in results:
+        assert result.shared <= target.shared_limit, f"{result.kernel}: shared memory {result.shared}"
+        assert case.may_spill or result.spills == 0, f"{result.kernel}: {result.spills} spilled"
+    assert not case.dot or all(result.uses_tensor_cores for result in results), "no tensor-core instruction"
+
+
+def _jitted_kernels() -> set[str]:
+    """`module.name` of every jitted function named like a kernel in the package."""
+    found = set()
+    package = tritonllm.kernels
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if isinstance(value, triton.JITFunction) and re.fullmatch(r"_\w+_kernel", name):
+                found.add(f"{value.fn.__module__}.{name}")
+    return found
+
+
+def test_every_kernel_has_a_case() -> None:
+    reached = {
+        f"{launch.kernel.fn.__module__}.{launch.kernel.fn.__name__}"
+        for case in all_cases().values()
+        for launch in case.build()
+    }
+    assert _jitted_kernels() - reached == set(), "add a case in tests/aot/cases for these kernels"

@@ -1,0 +1,192 @@
+"""config.json of old and new transformers, and of each family, as a `ModelConfig`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import transformers
+from hf_dicts import LLAMA, of, without
+
+from tritonllm.config import ModelConfig, RopeConfig, llama_config, mistral_config, qwen2_config, qwen3_config
+from tritonllm.errors import ConfigError, UnsupportedModelError
+
+
+class TestReading:
+    def test_every_field(self) -> None:
+        assert ModelConfig.from_hf_dict(LLAMA) == ModelConfig(
+            vocab_size=1000,
+            hidden_size=256,
+            intermediate_size=512,
+            num_layers=4,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=32,
+            max_position=4096,
+            rms_norm_eps=1e-5,
+            attention_scale=32**-0.5,
+            rope=RopeConfig(32, 4096, theta=500000.0),
+            eos_token_ids=(7,),
+            architectures=("LlamaForCausalLM",),
+            model_type="llama",
+            dtype="bfloat16",
+        )
+
+    def test_new_shape_is_the_old_one(self) -> None:
+        new = without("rope_theta", "torch_dtype", dtype="bfloat16")
+        new["rope_parameters"] = {"rope_theta": 500000.0, "rope_type": "default"}
+        assert ModelConfig.from_hf_dict(new) == ModelConfig.from_hf_dict(LLAMA)
+
+    @pytest.mark.parametrize("name", ["type", "rope_type"])
+    def test_old_and_new_scaling(self, name: str) -> None:
+        scaling = {name: "linear", "factor": 2.0}
+        old = ModelConfig.from_hf_dict(of("llama", rope_scaling=scaling))
+        new = ModelConfig.from_hf_dict(without("rope_theta", rope_parameters={"rope_theta": 500000.0, **scaling}))
+        assert old == new
+        assert old.rope == RopeConfig(32, 4096, rope_type="linear", theta=500000.0, factor=2.0)
+
+    def test_a_rule_repeated_for_each_type_of_layer_is_one_rule(self) -> None:
+        rule = {"rope_theta": 500000.0, "rope_type": "default"}
+        parameters = {"full_attention": rule, "sliding_attention": dict(rule)}
+        assert ModelConfig.from_hf_dict(without("rope_theta", rope_parameters=parameters)).rope.theta == 500000.0
+        parameters["sliding_attention"]["rope_theta"] = 10000.0
+        with pytest.raises(UnsupportedModelError, match="rope_parameters"):
+            ModelConfig.from_hf_dict(without("rope_theta", rope_parameters=parameters))
+
+    def test_original_length(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+        assert ModelConfig.from_hf_dict(of("llama", rope_scaling=scaling)).rope.original_max_position == 1024
+        outer = of("llama", rope_scaling=scaling, original_max_position_embeddings=2048)
+        assert ModelConfig.from_hf_dict(outer).rope.original_max_position == 2048
+
+    def test_yarn_never_multiplies_the_length(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+        config = ModelConfig.from_hf_dict(of("llama", rope_scaling=scaling))
+        assert (config.max_position, config.max_length) == (4096, 4096)
+
+    def test_yarn_factor_may_follow_from_the_lengths(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}
+        assert ModelConfig.from_hf_dict(of("llama", rope_scaling=scaling)).rope.factor == 4.0
+
+    @pytest.mark.parametrize(
+        ("stored", "ids"), [(None, ()), (7, (7,)), ([5, 6, 7], (5, 6, 7)), ([5, 5], (5,)), ([], ())]
+    )
+    def test_end_of_text_ids(self, stored: object, ids: tuple[int, ...]) -> None:
+        assert ModelConfig.from_hf_dict(of("llama", eos_token_id=stored)).eos_token_ids == ids
+
+    def test_scale_of_granite_and_gemma(self) -> None:
+        assert ModelConfig.from_hf_dict(of("x", attention_multiplier=0.015625)).attention_scale == 0.015625
+        assert ModelConfig.from_hf_dict(of("x", query_pre_attn_scalar=64)).attention_scale == 0.125
+
+    def test_partial_rotation(self) -> None:
+        assert ModelConfig.from_hf_dict(of("llama", partial_rotary_factor=0.25)).rope.rotary_dim == 8
+        new = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        assert ModelConfig.from_hf_dict(of("llama", rope_parameters=new)).rope.rotary_dim == 16
+
+    @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"])
+    def test_a_missing_field_is_named(self, field: str) -> None:
+        with pytest.raises(ConfigError, match=f"lacks {field}"):
+            ModelConfig.from_hf_dict(without(field))
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("hidden_size", "256"),
+            ("num_attention_heads", 8.0),
+            ("vocab_size", True),
+            ("num_hidden_layers", 0),
+            ("rms_norm_eps", 0),
+            ("tie_word_embeddings", 1),
+            ("eos_token_id", -1),
+            ("eos_token_id", [True]),
+            ("rope_theta", -1.0),
+            ("rope_scaling", "linear"),
+            ("rope_scaling", {"type": "linear"}),
+            ("rope_scaling", {"type": "linear", "factor": "2"}),
+            ("rope_scaling", {"type": "llama3", "factor": 2.0}),
+        ],
+    )
+    def test_a_malformed_field_is_named(self, field: str, value: object) -> None:
+        with pytest.raises(ConfigError, match=field):
+            ModelConfig.from_hf_dict(of("llama", **{field: value}))
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
+            ({"hidden_size": 250}, "hidden_size=250 is not a multiple of num_heads=8"),
+            ({"hidden_size": 264}, "head_dim=33"),
+        ],
+    )
+    def test_sizes_that_do_not_fit(self, fields: dict[str, int], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            ModelConfig.from_hf_dict(of("llama", **fields))
+
+
+class TestFamilies:
+    def test_llama_biases(self) -> None:
+        config = llama_config(of("llama", attention_bias=True, mlp_bias=True))
+        assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+
+    def test_qwen2_has_biases_on_qkv_alone(self) -> None:
+        for attention_bias in (True, False):
+            config = qwen2_config(of("qwen2", attention_bias=attention_bias))
+            assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
+
+    def test_qwen3(self) -> None:
+        assert qwen3_config(of("qwen3")).head_dim == 128
+        assert qwen3_config(of("qwen3", head_dim=64)).head_dim == 64
+        config = qwen3_config(of("qwen3", attention_bias=True))
+        assert (config.qkv_bias, config.o_bias) == (True, True)
+        assert qwen3_config(of("qwen3", use_qk_norm=True)) == qwen3_config(of("qwen3"))
+
+    def test_mistral(self) -> None:
+        config = mistral_config(of("mistral", sliding_window=None))
+        assert (config.qkv_bias, config.o_bias, config.sliding_window) == (False, False, None)
+        assert mistral_config(without("num_key_value_heads", sliding_window=None)).num_kv_heads == 8
+
+    @pytest.mark.parametrize(
+        ("reader", "field"),
+        [
+            (qwen2_config, "mlp_bias"),
+            (qwen3_config, "mlp_bias"),
+            (mistral_config, "mlp_bias"),
+            (mistral_config, "attention_bias"),
+        ],
+    )
+    def test_a_bias_the_family_has_not(self, reader: Any, field: str) -> None:
+        with pytest.raises(UnsupportedModelError, match=f"{field}=True"):
+            reader({**LLAMA, field: True})
+
+    def test_dispatch_by_model_type(self) -> None:
+        assert ModelConfig.from_hf_dict(of("qwen2")).qkv_bias
+        assert not ModelConfig.from_hf_dict(of("unknown")).qkv_bias
+        with pytest.raises(ConfigError, match="lacks rms_norm_eps"):
+            ModelConfig.from_hf_dict({**without("rms_norm_eps"), "model_type": "unknown"})
+
+    @pytest.mark.parametrize(
+        ("kind", "reader"),
+        [("Llama", llama_config), ("Qwen2", qwen2_config), ("Qwen3", qwen3_config), ("Mistral", mistral_config)],
+    )
+    def test_what_transformers_writes_is_read(self, kind: str, reader: Any) -> None:
+        theirs = getattr(transformers, f"{kind}Config")(
+            vocab_size=100,
+            hidden_size=256,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            dtype="float16",
+        )
+        for written in (theirs.to_dict(), json.loads(theirs.to_json_string())):
+            config = reader(written)
+            assert config.num_kv_heads == 2
+            assert config.head_dim == (getattr(theirs, "head_dim", None) or 32)
+            assert config.max_position == theirs.max_position_embeddings
+            assert config.rms_norm_eps == theirs.rms_norm_eps
+            assert (
+                config.sliding_window == theirs.sliding_window if kind == "Mistral" else config.sliding_window is None
+            )
+            assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+            assert config.dtype == "float16"

@@ -1,0 +1,73 @@
+"""`SamplingParams` says at construction what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tritonllm.errors import RequestError
+from tritonllm.sampling_params import SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_defaults() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
+    assert (params.top_p, params.top_k, params.seed) == (1.0, 0, None)
+    assert (params.max_model_length, params.skip_special_tokens, params.stop_token_ids) == (None, True, ())
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed", "refused"),
+    [
+        ("temperature", "finite number >= 0", [-1, -1e-9, NAN, INF, -INF, "0.7", None, True, 1e39, 10**400]),
+        ("max_tokens", "integer >= 1, or None", [0, -1, 1.5, 1.0, "5", True, NAN]),
+        ("ignore_eos", "True or False", [1, 0, None, "no"]),
+        ("top_p", "finite number >= 0 and <= 1", [-0.1, 1.0001, 1.5, NAN, INF, "1", None, True]),
+        ("top_k", "integer from -1 to 2147483647", [-2, 2.5, 1.0, True, None, "1", 2**31]),
+        ("seed", "integer from 0 to 18446744073709551615, or None", [-1, 2**64, 1.0, True, "1"]),
+        ("max_model_length", "integer >= 1, or None", [0, -1, 1.5, True, "8"]),
+        ("skip_special_tokens", "True or False", [1, None, "yes"]),
+        ("stop_token_ids", "integer from 0", [(-1,), [True], (1.0,), ["a"], 5, None, "ab", (2**31,)]),
+    ],
+)
+def test_out_of_range(field: str, allowed: str, refused: list[object]) -> None:
+    for value in refused:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
+        assert isinstance(caught.value, ValueError)
+        assert str(caught.value).startswith(f"{field}=")
+        assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [0, 0.0, 1e-6, 1, 0.7, 1e6]),
+        ("max_tokens", [1, 2, 16, None, 10**12]),
+        ("top_p", [0, 1e-9, 0.5, 1, 1.0]),
+        ("top_k", [0, 1, 151936, 2**31 - 1]),
+        ("seed", [0, 2**64 - 1, None]),
+        ("max_model_length", [1, 4096, None]),
+    ],
+)
+def test_edges_are_kept_as_given(field: str, values: list[object]) -> None:
+    for value in values:
+        assert getattr(SamplingParams(**{field: value}), field) == value  # type: ignore[arg-type]
+
+
+def test_values_with_one_meaning_are_stored_as_one() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(temperature=1e-30) == SamplingParams(temperature=0)
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
+
+
+def test_is_immutable_and_checked_when_changed() -> None:
+    params = SamplingParams(temperature=0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 2  # type: ignore[misc]
+    assert dataclasses.replace(params, top_k=3).temperature == 0.5
+    with pytest.raises(RequestError):
+        dataclasses.replace(params, top_k=-3)
