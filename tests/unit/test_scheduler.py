@@ -273,9 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def tokens_are_right(self):
         for seq in getattr(self, "engine", FakeEngine()).sequences.values():
-            expected = expected_completion(
-                seq.token_ids[: seq.num_prompt_tokens], seq.num_completion_tokens, self.eos
-            )
+            expected = expected_completion(seq.token_ids[: seq.num_prompt_tokens], seq.num_completion_tokens, self.eos)
             assert seq.completion_token_ids == expected
 
     def teardown(self):

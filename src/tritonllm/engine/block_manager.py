@@ -135,7 +135,9 @@ class BlockManager:
         held = [block_id for seq in sequences for block_id in seq.block_table]
         for block_id, block in enumerate(self._blocks):
             if block.ref_count != held.count(block_id):
-                raise AssertionError(f"block {block_id}: ref count {block.ref_count}, held {held.count(block_id)} times")
+                raise AssertionError(
+                    f"block {block_id}: ref count {block.ref_count}, held {held.count(block_id)} times"
+                )
             if (block_id in self._free) != (block.ref_count == 0):
                 raise AssertionError(f"block {block_id}: ref count {block.ref_count}, free: {block_id in self._free}")
             if block.key is not None and self._prefixes.get(block.key) != block_id:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class DecodeGraphs:
         self.forward = forward
         self.buckets = bucket_sizes(max_rows)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def bucket(self, num_rows: int) -> int:
         """Smallest captured size that is at least `num_rows`."""

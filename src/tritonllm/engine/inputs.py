@@ -90,9 +90,7 @@ def _slots(table: list[int], start: int, stop: int, block_size: int) -> list[int
     return slots
 
 
-def prefill_inputs(
-    chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device
-) -> StepInputs:
+def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device) -> StepInputs:
     """Inputs of prompt chunks, at least one; `tile_rows` is what `prefill_tile_rows` gives for the model."""
     ids: list[int] = []
     positions: list[int] = []

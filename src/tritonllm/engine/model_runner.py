@@ -26,6 +26,7 @@ from tritonllm.kernels.prefill_attention import prefill_tile_rows
 from tritonllm.kernels.sampling import pick_tokens, sample_tokens
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.decoder import DecoderLM
+from tritonllm.models.layers import LMHead
 from tritonllm.models.tensor_parallel import TPGroup
 
 
@@ -77,7 +78,9 @@ class ModelRunner:
             self.max_num_rows, model.num_heads // tp.size, self.num_kv_heads, model.head_dim, self.device
         )
         # With a compute_logits of its own a model decides what a logit is, so its head is not bypassed.
-        self._has_token_end = getattr(type(self.model), "compute_logits", None) is DecoderLM.compute_logits
+        self._head: LMHead | None = None
+        if isinstance(self.model, DecoderLM) and type(self.model).compute_logits is DecoderLM.compute_logits:
+            self._head = self.model.lm_head
 
     # ---- start-up ----
 
@@ -141,9 +144,7 @@ class ModelRunner:
         self.graphs.capture()
 
     def _new_pool(self, num_blocks: int) -> KVPool:
-        return KVPool(
-            self.resolved.config, num_blocks, self.block_size, self.num_kv_heads, self.dtype, self.device
-        )
+        return KVPool(self.resolved.config, num_blocks, self.block_size, self.num_kv_heads, self.dtype, self.device)
 
     # ---- one step ----
 
@@ -237,14 +238,12 @@ class ModelRunner:
 
         The same token comes out where both apply. `positions` are those of the new tokens; they key the noise.
         """
-        if plain and self._has_token_end:
-            return self.model.lm_head.pick_tokens(hidden, sampling.temperatures, sampling.seeds, positions)
+        if plain and self._head is not None:
+            return self._head.pick_tokens(hidden, sampling.temperatures, sampling.seeds, positions)
         logits = self.model.compute_logits(hidden)
         if plain:
             return pick_tokens(logits, sampling.temperatures, sampling.seeds, positions)
-        return sample_tokens(
-            logits, sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.seeds, positions
-        )
+        return sample_tokens(logits, sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.seeds, positions)
 
     # ---- for callers with a scheduler of their own ----
 
@@ -260,7 +259,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Ids `[T]` of all tokens of `seqs` that are not computed; the metadata waits for `run_model` in this thread."""
+        """Ids `[T]` of the tokens of `seqs` not computed yet; the metadata waits for `run_model` in this thread."""
         chunks = [prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs]
         self._thread.inputs = prefill_inputs(chunks, self.block_size, self.tile_rows, self.device)
         return self._thread.inputs.input_ids
@@ -303,7 +302,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
         self.graphs.reset()
         self._unread.clear()
-        for name in ("model", "pool", "rows", "sampled", "workspace"):
+        for name in ("model", "_head", "pool", "rows", "sampled", "workspace"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

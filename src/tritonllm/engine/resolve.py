@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from tritonllm.config import (
 from tritonllm.errors import ConfigError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
+from tritonllm.models.protocol import CausalLM
 from tritonllm.models.tensor_parallel import TPGroup
 from tritonllm.registry import (
     checkpoint_key,
@@ -76,7 +77,8 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         hf_config = checkpoint.config
     # The name decides first, the architecture only where nobody claims the name.
     spec = default_registry().resolve(
-        config.model_name_or_path if checkpoint is None else checkpoint.key, (hf_config or {}).get("architectures") or ()
+        config.model_name_or_path if checkpoint is None else checkpoint.key,
+        (hf_config or {}).get("architectures") or (),
     )
     if checkpoint is not None:
         tokenizer = checkpoint.load_tokenizer(config.tokenizer)
@@ -96,7 +98,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     return ResolvedModel(engine, spec, model, checkpoint, tokenizer)
 
 
-def build_model(resolved: ResolvedModel, tp: TPGroup) -> nn.Module:
+def build_model(resolved: ResolvedModel, tp: TPGroup) -> CausalLM:
     """Make the model on its device and fill every parameter.
 
     Raises:
@@ -110,7 +112,7 @@ def build_model(resolved: ResolvedModel, tp: TPGroup) -> nn.Module:
         dummy_weights(model, engine.seed)
     else:
         load_weights(model, resolved.checkpoint.tensors())
-    return model.eval()
+    return cast(CausalLM, model.eval())
 
 
 def _device(config: EngineConfig) -> str:

@@ -77,7 +77,9 @@ class Scheduler:
             raise RequestError("the prompt is empty; give at least one token")
         for limit, name in ((self.max_model_length, "max_model_length"), (max_model_length, "the request's own limit")):
             if limit is not None and num_prompt_tokens >= limit:
-                raise RequestError(f"the prompt has {num_prompt_tokens} tokens and leaves no room under {name} = {limit}")
+                raise RequestError(
+                    f"the prompt has {num_prompt_tokens} tokens and leaves no room under {name} = {limit}"
+                )
         if num_prompt_tokens > pool:
             raise RequestError(
                 f"the prompt has {num_prompt_tokens} tokens and can never fit the KV cache of {pool} "

@@ -200,10 +200,12 @@ class DecodeWorkspace:
 
 def _key_tile(block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
-    row_bytes = block_d * itemsize
-    preferences = ((64, 4), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
+    if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
+        preferences = [(16, 2), (16, 1)]
+    else:
+        preferences = [(64, 4), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
     for keys, stages in preferences:
-        if (block_g + 2 * keys * stages) * row_bytes <= limit:
+        if (block_g + 2 * keys * stages) * block_d * itemsize <= limit:
             return keys, stages
     return preferences[-1]
 

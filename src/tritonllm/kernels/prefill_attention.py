@@ -170,7 +170,7 @@ def prefill_tile_rows(head_dim: int, dtype: torch.dtype) -> int:
     """Query rows of one program: the same on every GPU, so that the host can cut tiles without asking the device."""
     if dtype.itemsize <= 2:
         return 64
-    return 32 if head_dim <= 128 else 16
+    return 32 if head_dim <= 64 else 16
 
 
 def prefill_tiles(query_lens: Sequence[int], context_lens: Sequence[int], tile_rows: int) -> list[tuple[int, int]]:
@@ -237,10 +237,12 @@ def check_paged(
 
 def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
-    preferences = [(64, 3), (32, 3), (32, 2), (16, 2), (16, 1)]
-    if itemsize > 2 or limit < 227 * 1024:
-        # Tensor cores before Hopper's take their operands from registers, and 64 keys would not leave enough of them.
-        preferences = preferences[1:]
+    if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
+        preferences = [(16, 2), (16, 1)]
+    elif limit >= 227 * 1024:
+        preferences = [(64, 3), (32, 3)]
+    else:  # tensor cores before Hopper's read operands from registers, and 64 keys would leave too few
+        preferences = [(32, 3), (32, 2), (16, 2)]
     for keys, stages in preferences:
         if (tile_rows + 2 * keys * stages) * block_d * itemsize <= limit:
             return keys, stages
@@ -290,6 +292,7 @@ def plan_prefill_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
     block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit)
+    num_warps = 4 if block_d * q.element_size() <= 256 else 8
     return Launch(
         kernel=_prefill_attention_kernel,
         grid=(tiles.shape[0] * num_heads,),
@@ -321,7 +324,7 @@ def plan_prefill_attention(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
         },
-        options={"num_warps": 4 if block_d <= 128 else 8, "num_stages": stages, "enable_fp_fusion": True},
+        options={"num_warps": num_warps, "num_stages": stages, "enable_fp_fusion": True},
     )
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tile_size
-from tritonllm.kernels.launch import Launch, runs_kernel
+from tritonllm.kernels.launch import Launch, check, runs_kernel
 from tritonllm.kernels.noise import gumbel_tile, is_random, perturb
 from tritonllm.kernels.reference import sampling as reference
 
@@ -50,10 +50,12 @@ def _pick_kernel(
     x = tl.load(logits_ptr + row * logits_stride + token, mask=kept, other=float("-inf")).to(tl.float32)
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     kept = kept & (x == x)
+    draws = is_random(temperature)
     if thresholds_ptr is not None:
         kept = kept & (x >= tl.load(thresholds_ptr + row))
+        draws = draws & (tl.max(kept.to(tl.int32), axis=0) > 0)  # few tiles hold a kept token
     score = x
-    if is_random(temperature) & (tl.max(kept.to(tl.int32), axis=0) > 0):
+    if draws:
         seed_low = tl.load(seeds_ptr + row * seeds_stride)
         seed_high = tl.load(seeds_ptr + row * seeds_stride + seeds_word_stride)
         position = tl.load(positions_ptr + row * positions_stride)
@@ -94,6 +96,9 @@ def plan_pick_tokens(
     check_column(op, "temperatures", temperatures, torch.float32, (batch,))
     check_column(op, "seeds", seeds, torch.int32, (batch, 2))
     check_column(op, "positions", positions, torch.int32, (batch,))
+    if thresholds is not None:
+        check_column(op, "thresholds", thresholds, torch.float32, (batch,))
+        check(thresholds.is_contiguous(), op, f"thresholds must be contiguous, not of stride {thresholds.stride()}")
     tile, tiles = tile_size(vocab_size, tile)
     best = torch.empty((batch, tiles), dtype=torch.float32, device=logits.device)
     token = torch.empty((batch, tiles), dtype=torch.int32, device=logits.device)

@@ -67,9 +67,7 @@ class DecodeMetadata:
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""
-        return decode_attention(
-            q, k_cache, v_cache, self.block_tables, self.context_lens, scale, self.workspace
-        )
+        return decode_attention(q, k_cache, v_cache, self.block_tables, self.context_lens, scale, self.workspace)
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, SmolLM2 and others of their shape: the plain decoder, with whatever rotary scaling the checkpoint has."""
+"""Llama 2 and 3.x, SmolLM2 and their like: the plain decoder, with whatever rotary scaling the checkpoint has."""
 
 from __future__ import annotations
 

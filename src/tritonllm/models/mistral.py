@@ -1,4 +1,4 @@
-"""Mistral 7B and its like: the plain decoder; a sliding window shorter than the context is refused when its config is read."""
+"""Mistral 7B and its like: the plain decoder; a window shorter than the context is refused with the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: the plain decoder with a bias on the query, key and value projections, set by its config reader."""
+"""Qwen2 and Qwen2.5: the plain decoder; its config reader asks for a bias on the query, key and value projections."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ class TPGroup:
             ConfigError: `count` cannot be split evenly over the ranks.
         """
         if count % self.size:
-            raise ConfigError(f"{what} = {count} cannot be split over world_size = {self.size}; use a divisor of {count}")
+            raise ConfigError(
+                f"{what} = {count} cannot be split over world_size = {self.size}; use a divisor of {count}"
+            )
         length = count // self.size
         return self.rank * length, length
 

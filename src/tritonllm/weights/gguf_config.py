@@ -97,7 +97,7 @@ def _config(file: GgufFile, architecture: str, values: dict[str, Any]) -> dict[s
     if architecture == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if (window := values.get("attention.sliding_window")) is not None:
-        config |= {"sliding_window": window, "use_sliding_window": True}
+        config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}  # in every layer
     rotary_dim = values.get("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim

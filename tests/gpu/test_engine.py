@@ -1,0 +1,119 @@
+"""The engine on a GPU: graphs equal eager calls, nothing compiles once it is warm, memory comes back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import triton
+from hf_twins import make_engine
+
+from tritonllm import SamplingParams
+
+LENGTHS = (1, 15, 16, 17, 255, 256, 257)
+
+
+def prompts_of(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 49000, (length,), generator=generator).tolist() for length in lengths]
+
+
+def params_of(count: int) -> list[SamplingParams]:
+    """Greedy, plain temperature and truncated rows that end at different steps, so that the batch shrinks."""
+    kinds = ({"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.9}, {"top_k": 40})
+    return [
+        SamplingParams(max_tokens=5 + 7 * index, ignore_eos=True, seed=index, **kinds[index % 4])
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "SmolLM2-135M-Instruct"])
+def test_graphs_give_the_tokens_of_eager_calls_while_the_batch_shrinks(name):
+    prompts, params = prompts_of(LENGTHS + (40,)), params_of(8)
+    results = []
+    for eager in (True, False):
+        with make_engine(name, "bfloat16", enforce_eager=eager) as llm:
+            results.append(llm.generate(prompts, params)["token_ids"])
+    assert results[0] == results[1]
+    assert [len(tokens) for tokens in results[0]] == [param.max_tokens for param in params]
+
+
+def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_batch():
+    with make_engine("Qwen3-0.6B", "float32") as llm:
+        prompts, params = prompts_of(LENGTHS), params_of(len(LENGTHS))
+        together = llm.generate(prompts, params)["token_ids"]
+        for index in (0, 1, 2, 3):
+            assert llm.generate([prompts[index]], params[index])["token_ids"] == [together[index]]
+
+
+def test_preemption_gives_the_tokens_of_a_roomy_pool():
+    prompts = prompts_of((60,) * 12)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    results = []
+    for blocks in (400, 40):
+        with make_engine("SmolLM2-135M-Instruct", "float32", block_size=16, max_cached_blocks=blocks) as llm:
+            results.append(llm.generate(prompts, params)["token_ids"])
+            preemptions = llm.stats()["preemptions"]
+    assert preemptions > 0
+    assert results[0] == results[1]
+
+
+def test_nothing_compiles_after_the_start():
+    compiled: list[str] = []
+    with make_engine("Qwen3-0.6B", "bfloat16", max_num_sequences=32) as llm:
+        triton.knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(info["fn"].name)
+        try:
+            for batch in (1, 2, 15, 16, 17):
+                for length in LENGTHS:
+                    for kind in ({"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.9}):
+                        params = SamplingParams(max_tokens=3, ignore_eos=True, **kind)
+                        llm.generate(prompts_of((length,) * batch, seed=length), params)
+        finally:
+            triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled, sorted(set(compiled))
+
+
+def test_memory_comes_back_after_exit():
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    llm = make_engine("Qwen3-0.6B", "bfloat16", max_cached_blocks=None)
+    assert before - torch.cuda.mem_get_info()[0] > before // 2
+    llm.generate(prompts_of((20,)), SamplingParams(max_tokens=4))
+    llm.exit()
+    llm.exit()
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < 300 * 2**20
+
+
+def test_two_engines_live_in_one_process():
+    prompts = prompts_of((30, 300))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    names = ("Qwen3-0.6B", "SmolLM2-135M-Instruct")
+    alone = []
+    for name in names:
+        with make_engine(name, "bfloat16") as llm:
+            alone.append(llm.generate(prompts, params)["token_ids"])
+    engines = [make_engine(name, "bfloat16", gpu_memory_utilization=0.4) for name in names]
+    ids = [[llm.add_prompt(prompt, params) for prompt in prompts] for llm in engines]
+    done: list[dict[int, list[int]]] = [{}, {}]
+    while any(not llm.scheduler.is_finished() for llm in engines):
+        for llm, found in zip(engines, done, strict=True):
+            found.update((output.seq_id, output.token_ids) for output in llm.step()[0])
+    for llm in engines:
+        llm.exit()
+    assert [[found[seq_id] for seq_id in seq_ids] for found, seq_ids in zip(done, ids, strict=True)] == alone
+
+
+def test_a_row_of_nan_fails_alone():
+    with make_engine("Qwen3-0.6B", "bfloat16") as llm:
+        llm.runner.model.model.embed_tokens.weight[77] = float("nan")
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        good = prompts_of((20, 300))
+        expected = llm.generate(good, params)["token_ids"]
+        result = llm.generate([good[0], [5, 77, 6], good[1]], params)
+        assert result["finish_reason"] == ["length", "error", "length"]
+        assert [result["token_ids"][0], result["token_ids"][2]] == expected
+        assert llm.generate(good, params)["token_ids"] == expected
