@@ -164,7 +164,7 @@ def test_plan_depends_on_the_checkpoint_alone():
     ("change", "message"),
     [
         ({"q_norm": torch.ones(16)}, "q_norm and k_norm, or neither"),
-        ({"q_norm": torch.ones(8), "k_norm": torch.ones(8)}, "q_norm must be a contiguous vector of 16"),
+        ({"q_norm": torch.ones(8), "k_norm": torch.ones(8)}, "q_norm and k_norm must be vectors of 16"),
         ({"num_heads": 3}, r"qkv must be \[T, 112\]"),
         ({"cos_sin": torch.zeros(20, 32)}, "cos_sin must be"),
         ({"positions": torch.zeros(2, dtype=torch.int32)}, r"positions must be a contiguous int32\[3\]"),

@@ -1,4 +1,4 @@
-"""Token choice: the kept set against a float64 sort, draws against their distribution, and rows against each other."""
+"""Token choice: the first maximum, draws against their distribution, and rows against each other."""
 
 from __future__ import annotations
 
@@ -8,100 +8,18 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling_rows import LARGE, ON_GPU, Rows, few_examples, generator, kept_by_sort, seeds_of_tests, sizes, strided
 
 from tritonllm.errors import KernelError
-from tritonllm.kernels.kept_set import kept_threshold, plan_kept_threshold
-from tritonllm.kernels.launch import interpreting
+from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile
 from tritonllm.kernels.reference import sampling as reference
 from tritonllm.kernels.sampling import pick_tokens, plan_pick_tokens, sample_tokens
 
-ON_GPU = not interpreting()
-LARGE = 151936 if ON_GPU else 5003  # more than one tile either way
-SIZES = (1, 2, 5, 17, 129, 4096, 4099, 50257) if ON_GPU else (1, 2, 5, 17, 129, 4099)
-TINY = (0.0, 1e-45, 1e-38, 1e-10, 1e-6, MIN_TEMPERATURE, 1e-4, 1e-2)
-
-sizes = st.sampled_from(SIZES)
-seeds_of_tests = st.integers(0, 2**31 - 1)
+TINY = (0.0, 1e-45, 1e-38, 1e-10, 1e-6, MIN_TEMPERATURE.value, 1e-4, 1e-2)
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-class Rows:
-    """Parameters of B rows, stored as columns of wider matrices so that nothing is contiguous by chance."""
-
-    def __init__(
-        self, temperature: list[float], top_k: list[int], top_p: list[float], device: torch.device, seed: int = 0
-    ) -> None:
-        batch = len(temperature)
-        words = torch.randint(-(2**31), 2**31 - 1, (batch, 9), generator=generator(seed), dtype=torch.int32)
-        words[:, 0] = torch.tensor(temperature).view(torch.int32)
-        words[:, 3] = torch.tensor(top_p).view(torch.int32)
-        words[:, 5] = torch.tensor(top_k, dtype=torch.int32)
-        words[:, 8] &= 0x7FFF
-        words = words.to(device)
-        self.temperatures, self.top_ps = words.view(torch.float32)[:, 0], words.view(torch.float32)[:, 3]
-        self.top_ks, self.seeds, self.positions = words[:, 5], words[:, 6:8], words[:, 8]
-
-    def pick(self, logits: torch.Tensor) -> list[int]:
-        return pick_tokens(logits, self.temperatures, self.seeds, self.positions).tolist()
-
-    def sample(self, logits: torch.Tensor) -> list[int]:
-        parameters = (self.temperatures, self.top_ks, self.top_ps, self.seeds, self.positions)
-        return sample_tokens(logits, *parameters).tolist()
-
-    def threshold(self, logits: torch.Tensor) -> torch.Tensor:
-        return kept_threshold(logits, self.temperatures, self.top_ks, self.top_ps)
-
-    def on_cpu(self) -> Rows:
-        other = Rows.__new__(Rows)
-        for name, value in vars(self).items():
-            setattr(other, name, value.cpu())
-        return other
-
-
-def strided(logits: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same logits as rows of a wider matrix whose other columns would win."""
-    wide = torch.full((logits.shape[0], logits.shape[1] + 3), torch.inf, dtype=logits.dtype, device=device)
-    wide[:, : logits.shape[1]] = logits.to(device)
-    return wide[:, : logits.shape[1]]
-
-
-def kept_by_sort(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """Kept tokens of one row [V], from the definition and a sort, in float64."""
-    x = logits.double().cpu()
-    kept = torch.ones_like(x, dtype=torch.bool)
-    if 0 < top_k < len(x):
-        kept = x >= x.sort(descending=True).values[top_k - 1]
-    if top_p < 1:
-        ordered = x[kept].sort(descending=True).values
-        mass = ((ordered - ordered[0]) / temperature).exp()
-        before = mass.cumsum(0) - mass
-        # The mass before an element is that before the first of its equals.
-        first = torch.searchsorted(-ordered, -ordered)
-        stays = before[first] < top_p * mass.sum()
-        stays[0] = True
-        kept &= x >= ordered[stays].min()
-    return kept
-
-
-def assert_kept(logits: torch.Tensor, rows: Rows) -> list[int]:
-    """Thresholds keep what the sort keeps, up to the rounding of p times the mass; returns how many tokens stay."""
-    kept = logits.float() >= rows.threshold(logits)[:, None]
-    parameters = zip(rows.temperatures.tolist(), rows.top_ks.tolist(), rows.top_ps.tolist(), strict=True)
-    for row, (temperature, top_k, top_p) in enumerate(parameters):
-        slack = 1e-5 * top_p if top_p < 1 else 0.0
-        least = kept_by_sort(logits[row], temperature, top_k, top_p - slack)
-        most = kept_by_sort(logits[row], temperature, top_k, min(top_p + slack, 1 - 1e-9) if top_p < 1 else 1.0)
-        mine = kept[row].cpu()
-        assert bool((least <= mine).all()), f"row {row}: drops {(least & ~mine).sum()} of {least.sum()}"
-        assert bool((mine <= most).all()), f"row {row}: keeps {(mine & ~most).sum()} beyond {most.sum()}"
-    return kept.sum(dim=1).tolist()
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["position", "first_id"])
 def _write_noise_kernel(out_ptr, seeds_ptr, position, first_id, TILE: tl.constexpr):
     noise = gumbel_tile(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), position, first_id, TILE)
     tl.store(out_ptr + tl.arange(0, TILE), noise)
@@ -144,9 +62,9 @@ def test_greedy_is_the_first_maximum(
 ) -> None:
     dtype = data.draw(st.sampled_from(dtypes))
     levels = data.draw(st.sampled_from((1, 3, 1000)))  # few levels: many ties
-    logits = torch.randint(-levels, levels, (3, size), generator=generator(seed)).to(dtype)
+    logits = torch.randint(-levels, levels, (2, size), generator=generator(seed)).to(dtype)
     expected = [row.tolist().index(row.max().item()) for row in logits]
-    rows = Rows([0.0] * 3, [0, 2, 0], [1.0, 1.0, 0.1], device, seed)
+    rows = Rows([0.0] * 2, [0, 2], [1.0, 0.1], device, seed)
     assert rows.pick(strided(logits, device)) == expected
     assert rows.sample(strided(logits, device)) == expected
 
@@ -161,31 +79,33 @@ def test_tiny_temperatures_are_greedy(device: torch.device, dtypes: tuple[torch.
         logits = logits.expand(len(TINY), -1).contiguous().to(device)
         rows = Rows(list(TINY), [0] * len(TINY), [1.0] * len(TINY), device)
         assert rows.pick(logits) == [3] * len(TINY)
-        rows = Rows(list(TINY), [2] * len(TINY), [0.9] * len(TINY), device)
-        assert rows.sample(logits) == [3] * len(TINY)
+        if dtype == torch.float32:
+            rows = Rows(list(TINY), [2] * len(TINY), [0.9] * len(TINY), device)
+            assert rows.sample(logits) == [3] * len(TINY)
 
 
 def test_below_the_threshold_a_tie_goes_to_the_lowest_id(device: torch.device) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0]]).expand(8, -1).contiguous().to(device)
-    below = Rows([MIN_TEMPERATURE / 2] * 8, [0] * 8, [1.0] * 8, device)
+    below = Rows([MIN_TEMPERATURE.value / 2] * 8, [0] * 8, [1.0] * 8, device)
     above = Rows([1e-3] * 8, [0] * 8, [1.0] * 8, device)
     assert below.pick(logits) == [1] * 8
     assert set(above.pick(logits)) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("place", [0, 700, LARGE - 1])
+@pytest.mark.parametrize("place", [0, LARGE - 1])
 def test_a_row_with_nan_gives_minus_one_and_harms_no_other(device: torch.device, place: int) -> None:
-    logits = torch.randn(5, LARGE, generator=generator(1))
-    rows = Rows([0.0, 0.0, 1.0, 1.0, 0.8], [0, 0, 0, 20, 0], [1.0, 1.0, 1.0, 0.9, 0.7], device)
+    logits = torch.randn(4, LARGE, generator=generator(1))
+    rows = Rows([0.0, 0.0, 0.8, 1.0], [0, 0, 0, 20], [1.0, 1.0, 0.7, 0.9], device)
     picked, sampled = rows.pick(logits.to(device)), rows.sample(logits.to(device))
     for row in (1, 3):
         logits[row, place] = torch.nan
         picked[row] = sampled[row] = -1
     assert rows.pick(logits.to(device)) == picked
     assert rows.sample(logits.to(device)) == sampled
-    assert rows.threshold(logits.to(device)).isnan().tolist() == [False, True, False, True, False]
+    assert rows.threshold(logits.to(device)).isnan().tolist() == [False, True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy on inf - inf, which the kernel selects away
 def test_minus_infinity_is_chosen_only_if_all_logits_are(device: torch.device) -> None:
     logits = torch.full((6, 33), -torch.inf)
     logits[1, 20] = logits[2, 20] = logits[3, 20] = -60.0
@@ -198,6 +118,7 @@ def test_minus_infinity_is_chosen_only_if_all_logits_are(device: torch.device) -
         assert tokens[5] == 0
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy on inf - inf, which the kernel selects away
 def test_plus_infinity_wins(device: torch.device) -> None:
     logits = torch.randn(3, 100, generator=generator(0))
     logits[:, 40] = logits[:, 60] = torch.inf
@@ -205,98 +126,10 @@ def test_plus_infinity_wins(device: torch.device) -> None:
     assert rows.pick(logits.to(device)) == rows.sample(logits.to(device)) == [40] * 3
 
 
-def shape_of_distribution(name: str, size: int) -> torch.Tensor:
-    shuffled = torch.randperm(size, generator=generator(3))
-    if name == "zipf":
-        return -(shuffled + 1.0).log()
-    if name == "equal":
-        return torch.full((size,), 2.5)
-    if name == "two-level":
-        return torch.where(shuffled < size // 10, 1.0, -2.0)
-    if name == "halving":
-        return -0.6931471805599453 * shuffled.clamp(max=60).float()
-    if name == "normal":
-        return torch.randn(size, generator=generator(4)) * 2.5
-    if name == "flat":
-        return torch.randn(size, generator=generator(5)) * 0.02
-    share = float(name)  # one token with this share of the mass
-    rest = torch.randn(size, generator=generator(6))
-    rest = rest.log_softmax(0) + torch.tensor(1 - share).log()
-    rest[size // 3] = torch.tensor(share).log() + rest[size // 3].exp()
-    return rest
-
-
-@pytest.mark.parametrize("name", ["0.41", "0.9", "0.999", "zipf", "equal", "two-level", "halving", "normal", "flat"])
-def test_kept_set_is_that_of_a_sort(device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> None:
-    top_ps = [1e-9, 0.3, 0.9, 0.95, 0.999, 1.0, 0.8, 0.95]
-    top_ks = [0, 0, 0, 0, 0, 50, 50, LARGE - 1]
-    temperatures = [1.0, 1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 2.0]
-    for dtype in dtypes:
-        logits = shape_of_distribution(name, LARGE).to(dtype).expand(len(top_ps), -1)
-        rows = Rows(temperatures, top_ks, top_ps, device)
-        counts = assert_kept(strided(logits, device), rows)
-        if name == "equal":
-            assert counts == [LARGE] * len(counts)
-
-
-@given(seed=seeds_of_tests, size=sizes, data=st.data())
-def test_kept_set_of_random_rows(
-    device: torch.device, dtypes: tuple[torch.dtype, ...], seed: int, size: int, data: st.DataObject
-) -> None:
-    dtype = data.draw(st.sampled_from(dtypes))
-    gen = generator(seed)
-    scales = 10.0 ** (torch.rand(3, 1, generator=gen) * 5 - 3)
-    logits = torch.randn(3, size, generator=gen) * scales + torch.randn(3, 1, generator=gen) * 5
-    if data.draw(st.booleans()):
-        logits = logits.round(decimals=1)  # ties
-    temperatures = (torch.rand(3, generator=gen) * 2 + 0.05).tolist()
-    top_ks = torch.randint(-1, size + 2, (3,), generator=gen).tolist()
-    top_ps = torch.rand(3, generator=gen).clamp(min=0.01).tolist()
-    top_ps[seed % 3] = 1.0
-    rows = Rows(temperatures, top_ks, top_ps, device, seed)
-    logits = strided(logits.to(dtype), device)
-    assert_kept(logits, rows)
-    for row, token in enumerate(rows.sample(logits)):
-        assert logits[row, token].item() >= rows.threshold(logits)[row].item()
-
-
-def test_edges_of_top_k_and_top_p(device: torch.device) -> None:
-    halves = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()[torch.tensor([3, 1, 0, 4, 2])]
-    cases = [  # top_k, top_p, kept
-        (0, 1.0, 5),
-        (0, 0.499, 1),
-        (0, 0.501, 2),
-        (0, 0.751, 3),
-        (0, 0.876, 5),  # the two smallest are equal: both or none
-        (0, 0.0, 1),
-        (0, -1.0, 1),
-        (0, 1.5, 5),
-        (1, 1.0, 1),
-        (4, 1.0, 5),  # equals of the fourth stay with it
-        (5, 1.0, 5),
-        (6, 1.0, 5),
-        (-1, 1.0, 5),
-        (2, 0.66, 1),  # 0.5 is two thirds of what the top 2 hold
-        (2, 0.67, 2),
-        (3, 0.999, 3),
-    ]
-    rows = Rows([1.0] * len(cases), [case[0] for case in cases], [case[1] for case in cases], device)
-    logits = halves.expand(len(cases), -1).contiguous().to(device)
-    kept = logits >= rows.threshold(logits)[:, None]
-    assert kept.sum(dim=1).tolist() == [case[2] for case in cases]
-
-
-def test_both_zeros_are_equal(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
-    for dtype in dtypes:
-        logits = torch.tensor([[-0.0, -1.0, 0.0, -2.0], [0.0, -1.0, -0.0, -2.0]], dtype=dtype, device=device)
-        rows = Rows([1.0, 1.0], [1, 1], [1.0, 0.5], device)
-        assert (logits >= rows.threshold(logits)[:, None]).sum(dim=1).tolist() == [2, 2]
-        assert Rows([0.0, 0.0], [0, 0], [1.0, 1.0], device).pick(logits) == [0, 0]
-
-
+@few_examples
 @given(seed=seeds_of_tests, size=sizes)
 def test_kernel_draws_what_the_reference_draws(device: torch.device, seed: int, size: int) -> None:
-    # In float64 logs the two scores of a near-tie could still be ordered either way; no such tie is in these rows.
+    # The logs of the two differ in rounding, so scores within a few ULP could swap; these seeds hold no such pair.
     gen = generator(seed)
     logits = torch.randn(4, size, generator=gen) * 3
     rows = Rows([1.0, 0.0, 0.6, 1.4], [0, 0, 7, 0], [1.0, 1.0, 1.0, 0.9], device, seed)
@@ -312,8 +145,8 @@ def test_without_a_filter_sampling_is_picking(device: torch.device) -> None:
     logits = torch.randn(6, size, generator=generator(2)).to(device)
     rows = Rows([1.0, 1.0, 0.3, 5.0, 0.0, 1.0], [0, -1, size, 0, 0, size + 1], [1.0, 1.0, 1.0, 2.0, 1.0, 1.0], device)
     assert rows.sample(logits) == rows.pick(logits)
-    everything = Rows([1.0] * 6, [size - 1] * 6, [0.9999999] * 6, device)
-    assert everything.sample(logits) == everything.pick(logits)
+    nearly_all = Rows([1.0] * 2, [size - 1] * 2, [0.9999999] * 2, device)
+    assert nearly_all.sample(logits[:2]) == nearly_all.pick(logits[:2])
 
 
 def test_a_mixed_batch_is_its_rows_alone(device: torch.device) -> None:
@@ -327,7 +160,7 @@ def test_a_mixed_batch_is_its_rows_alone(device: torch.device) -> None:
     assert picked[0] == sampled[0] == 0
     assert picked[3] == sampled[3] == int(logits[3].argmax())
     order = [4, 2, 0, 5, 3, 1]
-    for slots in ([0], [1], [2], [3], [4], [5], order):
+    for slots in ([0], [2], [5], order):
         some = Rows.__new__(Rows)
         for name, value in vars(together).items():
             setattr(some, name, value[slots])
@@ -347,14 +180,12 @@ def test_seed_position_and_nothing_else_decide(device: torch.device) -> None:
 
 
 def test_tiles_do_not_matter(device: torch.device) -> None:
-    logits = (torch.randn(3, 257, generator=generator(5)) * 2).to(device)
+    logits = (torch.randn(3, 157, generator=generator(5)) * 2).to(device)
     rows = Rows([0.0, 1.0, 0.9], [0, 0, 30], [1.0, 0.9, 0.95], device)
     expected = rows.threshold(logits), rows.sample(logits)
-    for tile in (16, 64, 128):
+    for tile in (16, 64) if ON_GPU else (64,):
         thresholds = torch.empty(3, device=device)
-        for launch in plan_kept_threshold(
-            logits, rows.temperatures, rows.top_ks, rows.top_ps, thresholds, tile=max(tile, 64)
-        ):
+        for launch in plan_kept_threshold(logits, rows.temperatures, rows.top_ks, rows.top_ps, thresholds, tile=tile):
             launch.run()
         out = torch.empty(3, dtype=torch.int32, device=device)
         for launch in plan_pick_tokens(
@@ -374,10 +205,10 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("run", "draws"),
-    [("reference", 100_000), pytest.param("kernel", 100_000 if ON_GPU else 400, id="kernel")],
+    [("reference", 50_000), ("kernel", 50_000 if ON_GPU else 80)],
 )
 def test_frequencies(device: torch.device, run: str, draws: int) -> None:
-    logits = torch.tensor([1.0, -torch.inf, 0.3, -0.5, 2.0, 1.0, -3.0])
+    logits = torch.tensor([1.0, -torch.inf, 0.3, -0.5, 2.0, 1.0, -0.7])
     place = device if run == "kernel" else torch.device("cpu")
     seeds = torch.tensor([[11, 22]], dtype=torch.int32, device=place).expand(draws, -1)
     positions = torch.arange(draws, dtype=torch.int32, device=place)
@@ -397,16 +228,16 @@ def test_frequencies(device: torch.device, run: str, draws: int) -> None:
 
 
 def test_frequencies_over_a_wide_vocabulary() -> None:
-    logits = torch.randn(1000, generator=generator(1))
-    draws = 40_000
+    logits = torch.randn(300, generator=generator(1))
+    draws = 20_000
     tokens = reference.pick_tokens(
         logits.expand(draws, -1),
         torch.ones(draws),
         torch.tensor([[1, 2]], dtype=torch.int32).expand(draws, -1),
         torch.arange(draws, dtype=torch.int32),
     )
-    # 999 degrees: mean 999, standard deviation 45.
-    assert abs(chi_square(tokens, logits.double().softmax(0)) - 999) < 3.5 * 45
+    # 299 degrees: mean 299, standard deviation 24.5.
+    assert abs(chi_square(tokens, logits.double().softmax(0)) - 299) < 3.5 * 24.5
 
 
 def test_an_empty_batch_gives_no_tokens(device: torch.device) -> None:

@@ -242,5 +242,6 @@ def test_to_dict_round_trips(keys: dict[str, Any]) -> None:
     made = EngineConfig.from_dict(keys)
     assert EngineConfig.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     assert made.replace() == made
+    assert not {name for name, value in made.to_dict().items() if value is None} & set(ARCHITECTURE_KEYS)
     given_keys = {name: value for name, value in keys.items() if name in ARCHITECTURE_KEYS and value is not None}
     assert made.architecture == given_keys

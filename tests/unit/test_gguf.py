@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
+import pickle
 
 import gguf
 import numpy
@@ -233,7 +234,7 @@ class TestTensors:
         tensors = tiny_tensors(blk__0__attn_q__bias=(HEADS * HEAD_DIM,))
         stored = dict(tensors)
         for part, heads in rows.items():
-            # What the converter of llama.cpp does to the checkpoint: rows 0..D-1 of a head become 0, D/2, 1, D/2 + 1, ...
+            # What the converter of llama.cpp does: it stores the rows of a head in the order 0, D/2, 1, D/2 + 1, ...
             order = numpy.arange(heads * HEAD_DIM).reshape(heads, 2, HEAD_DIM // 2).swapaxes(1, 2).ravel()
             for name in (f"blk.0.{part}.weight", f"blk.0.{part}.bias"):
                 if name in stored:
@@ -267,6 +268,12 @@ class TestTensors:
         checkpoint = open_checkpoint(write(file, tensors=tiny_tensors(blk__0__attn_sinks__weight=(HEADS,))))
         assert "blk.0.attn_sinks.weight" in dict(checkpoint.tensors())
 
+    def test_a_checkpoint_travels_to_another_process_as_its_path(self, file):
+        checkpoint = open_checkpoint(write(file))
+        twin = pickle.loads(pickle.dumps(checkpoint))
+        assert twin.config == checkpoint.config
+        assert [name for name, _ in twin.tensors()] == [name for name, _ in checkpoint.tensors()]
+
 
 class TestDamage:
     @pytest.mark.parametrize(
@@ -289,6 +296,7 @@ class TestDamage:
             config_of(file, split__count=3)
 
     def test_the_optional_package_is_named_when_it_is_missing(self, file, monkeypatch):
+        write(file)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(CheckpointError, match=r"pip install 'tritonllm-engine\[gguf\]'"):
             open_checkpoint(file)
@@ -337,7 +345,24 @@ class TestSmolLM2:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         assert text.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-        prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        output = model.generate(**prompt, max_new_tokens=10, do_sample=False)
-        answer = output[0, prompt["input_ids"].shape[1] :]
-        assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        answer = tokenizer.encode("The capital of France is Paris.<|im_end|>", add_special_tokens=False)
+        # One pass over prompt and answer: greedy decoding gives this answer if every token of it is the best next one.
+        with torch.inference_mode():
+            best = model(torch.tensor([prompt + answer]), use_cache=False).logits[0].argmax(-1).tolist()
+        assert best[len(prompt) - 1 : -1] == answer
+
+    @pytest.mark.slow
+    def test_its_tokenizer_is_the_one_that_auto_tokenizer_builds(self, smollm2):
+        from transformers import AutoTokenizer
+
+        own = smollm2.load_tokenizer()
+        auto = AutoTokenizer.from_pretrained(str(smollm2.path.parent), gguf_file=smollm2.path.name)
+        assert (own.chat_template, own.all_special_ids) == (auto.chat_template, auto.all_special_ids)
+        for text in (
+            "Hello  world",
+            "<|im_start|>user\nHi<|im_end|>\n",
+            "\u65e5\u672c\u8a9e 12345\n\n",
+            " \U0001f469\u200d\U0001f467",
+        ):
+            assert own(text) == auto(text)

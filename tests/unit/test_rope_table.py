@@ -43,6 +43,8 @@ RULES: dict[str, dict[str, Any]] = {
     "yarn betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     "yarn not truncated": {**YARN, "truncate": False},
     "yarn one beta": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "yarn bounds past the last dimension": {**YARN, "rope_theta": 20.0, "beta_fast": 1000.0},
+    "yarn bounds before the first dimension": {**YARN, "beta_fast": 20_000.0},
     "yarn factor below one": {**YARN, "factor": 0.5},
 }
 
@@ -136,3 +138,16 @@ def test_tables_differ_with_every_parameter_of_a_model() -> None:
 def test_a_shorter_table_is_the_head_of_a_longer_one() -> None:
     rope = RopeConfig(64, 16384, rope_type="yarn", factor=4.0)
     assert torch.equal(rope_table(rope, 100, "cpu"), rope_table(rope, 1000, "cpu")[:100])
+
+
+@pytest.mark.parametrize("rule", ["default", "llama 3.1", "yarn"])
+def test_the_default_device_and_dtype_change_nothing(rule: str) -> None:
+    rope = ModelConfig.from_hf_dict(hf_llama(RULES[rule]).to_dict()).rope
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            table = rope_table(rope, 100, "cpu")
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(table, rope_table(rope, 100, "cpu"))

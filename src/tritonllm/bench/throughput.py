@@ -1,7 +1,7 @@
 """Output tokens per second of many random prompts at once: `python -m tritonllm.bench.throughput MODEL`.
 
-The workload that small engines are compared on: 256 prompts of 100 to 1,024 random tokens, 100 to 1,024 tokens of output
-each, temperature 0.6, end-of-text ignored, prompts all different so that the prefix cache cannot help.
+The workload that small engines are compared on: 256 prompts of 100 to 1,024 random tokens, 100 to 1,024 tokens of
+output each, temperature 0.6, end-of-text ignored, prompts all different so that the prefix cache cannot help.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Generator, Iterator, Mapping, MutableMapping
 from collections.abc import Sequence as ListOf
+from contextlib import closing
 from types import TracebackType
 from typing import Any
 
@@ -60,8 +61,7 @@ class LLMEngine:
             resolved.config.eos_token_ids,
             self.config.max_model_length,
         )
-        self._sequences: dict[int, Sequence] = {}
-        self._held_outputs: list[RequestOutput] = []
+        self._sequences: dict[int, Sequence] = {}  # of add_prompt, until step() reports them
         self._num_requests = 0
         self._num_processed_tokens = 0
         self._num_steps = 0
@@ -78,7 +78,9 @@ class LLMEngine:
         """
         self._require_open()
         (params,) = as_params_list(sampling_params, 1)
-        return self._queue(self._check(prompt, params), params)
+        seq = self._queue(self._check(prompt, params), params)
+        self._sequences[seq.seq_id] = seq
+        return seq.seq_id
 
     def abort(self, seq_id: int) -> bool:
         """End a request; the next `step()` reports it with finish reason "abort".
@@ -95,9 +97,10 @@ class LLMEngine:
         Returns:
             The requests found finished, each once; the tokens of the step launched; whether it held prompt tokens.
         """
-        held, self._held_outputs = self._held_outputs, []
-        outputs, num_tokens, is_prefill = self._step()
-        return held + outputs, num_tokens, is_prefill
+        finished, num_tokens, is_prefill = self._advance()
+        for seq in finished:
+            del self._sequences[seq.seq_id]
+        return [RequestOutput.of(seq) for seq in finished], num_tokens, is_prefill
 
     def generate(
         self,
@@ -118,20 +121,20 @@ class LLMEngine:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
         """
         self._require_open()
-        seq_ids, params = self._queue_all(prompts, sampling_params)
-        outputs: dict[int, RequestOutput] = {}
-        for output in self._run_until_finished(seq_ids):
-            outputs[output.seq_id] = output
-        ordered = [outputs[seq_id] for seq_id in seq_ids]
+        requests = self._check_all(prompts, sampling_params)
+        sequences = [self._queue(token_ids, params) for token_ids, params in requests]
+        for _ in self._steps_until_finished(sequences):
+            pass
+        outputs = [RequestOutput.of(seq) for seq in sequences]
         return {
             "text": [
-                decode(self.tokenizer, output.token_ids, param.skip_special_tokens)
-                for output, param in zip(ordered, params, strict=True)
+                decode(self.tokenizer, seq.completion_token_ids, seq.sampling_params.skip_special_tokens)
+                for seq in sequences
             ],
-            "token_ids": [output.token_ids for output in ordered],
-            "finish_reason": [output.finish_reason for output in ordered],
-            "usage": [output.usage for output in ordered],
-            "errors": [output.error for output in ordered],
+            "token_ids": [output.token_ids for output in outputs],
+            "finish_reason": [output.finish_reason for output in outputs],
+            "usage": [output.usage for output in outputs],
+            "errors": [output.error for output in outputs],
         }
 
     def stream(
@@ -141,12 +144,13 @@ class LLMEngine:
     ) -> Iterator[StreamOutput]:
         """As `generate`, yielding pieces as they come; dropping the iterator aborts what is left.
 
+        Nothing is queued before the first piece is asked for.
+
         Raises:
             RequestError: as `generate`, at the call and not at the first piece.
         """
         self._require_open()
-        seq_ids, params = self._queue_all(prompts, sampling_params)
-        return self._stream(seq_ids, params)
+        return self._stream(self._check_all(prompts, sampling_params))
 
     def chat(
         self, messages: ListOf[Mapping[str, Any]], sampling_params: SamplingParams | None = None
@@ -211,29 +215,29 @@ class LLMEngine:
         self.scheduler.check(len(token_ids), params.max_model_length)
         return token_ids
 
-    def _queue(self, token_ids: list[int], params: SamplingParams) -> int:
+    def _check_all(
+        self, prompts: Prompt | ListOf[Prompt], sampling_params: SamplingParams | ListOf[SamplingParams] | None
+    ) -> list[tuple[list[int], SamplingParams]]:
+        listed = as_prompt_list(prompts)
+        listed_params = as_params_list(sampling_params, len(listed))
+        checked = []
+        for index, (prompt, params) in enumerate(zip(listed, listed_params, strict=True)):
+            try:
+                checked.append((self._check(prompt, params), params))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        return checked
+
+    def _queue(self, token_ids: list[int], params: SamplingParams) -> Sequence:
         # Requests without a seed draw from the engine's, each from a stream of its own.
         seed = (self.config.seed + self._num_requests * 0x9E3779B97F4A7C15) % 2**64
         seq = Sequence(token_ids, params, block_size=self.config.block_size, seed=seed)
         self.scheduler.add_sequence(seq)
-        self._sequences[seq.seq_id] = seq
         self._num_requests += 1
-        return seq.seq_id
+        return seq
 
-    def _queue_all(
-        self, prompts: Prompt | ListOf[Prompt], sampling_params: SamplingParams | ListOf[SamplingParams] | None
-    ) -> tuple[list[int], list[SamplingParams]]:
-        listed = as_prompt_list(prompts)
-        params = as_params_list(sampling_params, len(listed))
-        checked = []
-        for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
-            try:
-                checked.append(self._check(prompt, param))
-            except RequestError as error:
-                raise RequestError(f"prompt {index}: {error}") from error
-        return [self._queue(ids, param) for ids, param in zip(checked, params, strict=True)], params
-
-    def _step(self) -> tuple[list[RequestOutput], int, bool]:
+    def _advance(self) -> tuple[list[Sequence], int, bool]:
+        """One step of the engine: the requests of `add_prompt` found finished, then as `step`."""
         self._require_open()
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -244,35 +248,31 @@ class LLMEngine:
         # The host stays one step behind: with a step launched just now, read the one before it.
         if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
             finished += self.scheduler.postprocess(self.runner.collect())
-        outputs = [RequestOutput.of(self._sequences.pop(seq.seq_id)) for seq in finished]
-        return outputs, plan.num_tokens if plan is not None else 0, plan is not None and bool(plan.chunks)
+        # A generate or stream call looks at its own sequences itself.
+        finished = [seq for seq in finished if seq.seq_id in self._sequences]
+        return finished, plan.num_tokens if plan is not None else 0, plan is not None and bool(plan.chunks)
 
-    def _run_until_finished(self, seq_ids: list[int]) -> Iterator[RequestOutput]:
-        """Step until these requests are done, keeping the outputs of others; whatever ends it early aborts them."""
-        remaining = set(seq_ids)
+    def _steps_until_finished(self, sequences: list[Sequence]) -> Generator[None]:
+        """Step until these are done, keeping what else finishes for `step`; whatever ends it early aborts them."""
         try:
-            while remaining:
-                for output in self._step()[0]:
-                    if output.seq_id in remaining:
-                        remaining.remove(output.seq_id)
-                        yield output
-                    else:
-                        self._held_outputs.append(output)
+            while not all(seq.is_finished for seq in sequences):
+                self.scheduler.keep_finished(self._advance()[0])
+                yield
+            # With nobody left, read the surplus steps too: an idle engine holds no blocks.
+            while self.scheduler.num_steps_in_flight and not self.scheduler.has_requests:
+                self.scheduler.keep_finished(self._advance()[0])
         finally:
-            for seq_id in remaining:
-                self.abort(seq_id)
+            for seq in sequences:
+                self.scheduler.abort(seq)
 
-    def _stream(self, seq_ids: list[int], params: list[SamplingParams]) -> Iterator[StreamOutput]:
-        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        detokenizers = [Detokenizer(self.tokenizer, param.skip_special_tokens) for param in params]
-        sent = [0] * len(seq_ids)
-        live = set(range(len(seq_ids)))
-        try:
-            while live:
-                for output in self._step()[0]:
-                    if output.seq_id not in seq_ids:
-                        self._held_outputs.append(output)
-                for index in sorted(live):
+    def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
+        sequences = [self._queue(token_ids, params) for token_ids, params in requests]
+        detokenizers = [Detokenizer(self.tokenizer, params.skip_special_tokens) for _, params in requests]
+        sent = [0] * len(sequences)
+        live = list(range(len(sequences)))
+        with closing(self._steps_until_finished(sequences)) as steps:
+            for _ in steps:
+                for index in list(live):
                     seq = sequences[index]
                     token_ids = seq.completion_token_ids[sent[index] :]
                     if not token_ids and not seq.is_finished:
@@ -282,9 +282,6 @@ class LLMEngine:
                     if seq.is_finished:
                         live.remove(index)
                     yield StreamOutput(index, text, token_ids, seq.finish_reason)
-        finally:
-            for index in live:
-                self.abort(seq_ids[index])
 
 
 def _engine_config(config: Mapping[str, Any] | EngineConfig | str, keys: dict[str, Any]) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from typing import Any
 
@@ -24,8 +25,10 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
             raise RequestError("a string prompt needs a tokenizer; pass token ids, or set the tokenizer key")
         bos = getattr(tokenizer, "bos_token", None)
         ids = tokenizer.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
-    else:
+    elif isinstance(prompt, Iterable):
         ids = list(prompt)
+    else:
+        raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
     for token_id in ids:
@@ -35,9 +38,15 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def as_prompt_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
-    """A list of prompts from one prompt or several; a string or a list of ints is one prompt."""
+    """A list of prompts from one prompt or several; a string or a list of ints is one prompt.
+
+    Raises:
+        RequestError: neither.
+    """
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts are strings or lists of token ids, not {type(prompts).__name__}")
     listed = list(prompts)
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]  # type: ignore[list-item]
@@ -52,6 +61,8 @@ def as_params_list(params: SamplingParams | TokenIds[SamplingParams] | None, cou
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, TokenIds):
+        raise RequestError(f"sampling params are a SamplingParams or a list of them, not {type(params).__name__}")
     listed = list(params)
     if len(listed) != count:
         raise RequestError(f"{count} prompts but {len(listed)} sampling params; give one, or one for each prompt")

@@ -77,7 +77,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         hf_config = checkpoint.config
     # The name decides first, the architecture only where nobody claims the name.
     spec = default_registry().resolve(
-        config.model_name_or_path if checkpoint is None else checkpoint.key,
+        config.model_name_or_path if checkpoint is None else checkpoint.path,
         (hf_config or {}).get("architectures") or (),
     )
     if checkpoint is not None:

@@ -105,8 +105,13 @@ class Scheduler:
         self.waiting.append(seq)
 
     def is_finished(self) -> bool:
-        """True once nothing is queued or running and every launched step has been read."""
-        return not (self.waiting or self.prefilling or self.running or self._in_flight)
+        """True once no request is left, every launched step has been read, and every finished request handed over."""
+        return not (self.has_requests or self._in_flight or self._finished)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is queued or running."""
+        return bool(self.waiting or self.prefilling or self.running)
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -122,7 +127,7 @@ class Scheduler:
         decoding, new_blocks, stalled = self._schedule_decode()
         prefilled = self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)
         if not decoding and not prefilled:
-            if not self._in_flight and not self.is_finished():
+            if not self._in_flight and self.has_requests:
                 raise EngineError("the scheduler has requests and no step in flight, but nothing can run")
             return None
         plan = self._place_rows(decoding, new_blocks, [chunk for _, chunk in prefilled])
@@ -167,6 +172,10 @@ class Scheduler:
         """Requests that finished and were not reported yet."""
         finished, self._finished = self._finished, []
         return finished
+
+    def keep_finished(self, seqs: list[Sequence]) -> None:
+        """Give back finished requests that the caller is not the one to report; `take_finished` returns them again."""
+        self._finished = seqs + self._finished
 
     def abort(self, seq: Sequence) -> bool:
         """End a request wherever it is; its blocks come back once no step in flight writes to them.

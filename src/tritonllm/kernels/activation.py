@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
 from tritonllm.kernels.reference import elementwise
 
 _BLOCK = 1024  # 8 elements a thread of four warps: one 16-byte load of each half
@@ -43,15 +43,14 @@ def plan_silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> Launch:
     check(
         gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 and gate_up.stride(1) == 1,
         "silu_and_mul",
-        f"gate_up must be [T, 2 * I] with stride 1 along the last axis, not {shape_of(gate_up)}",
+        lambda: f"gate_up must be [T, 2 * I] with stride 1 along the last axis, not {shape_of(gate_up)}",
     )
     tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    block = min(_BLOCK, triton.next_power_of_2(max(columns, 1)))
     return Launch(
         kernel=_silu_and_mul_kernel,
-        grid=(tokens, triton.cdiv(columns, block)),
+        grid=(tokens, cdiv(columns, _BLOCK)),
         args={"gate_up_ptr": gate_up, "out_ptr": out, "gate_up_stride": gate_up.stride(0)},
-        constexprs={"COLUMNS": columns, "BLOCK": block},
+        constexprs={"COLUMNS": columns, "BLOCK": _BLOCK},
         options={"num_warps": 4},
     )
 

@@ -2,7 +2,7 @@
 
     out_b = sum_j softmax_j(scale * q_b . k_j) v_j,   j = 0 .. context_len_b - 1;   context_len 0 gives exactly 0
 
-    q, out          [B, Hq, D]   query heads h of a group share KV head h // (Hq / Hkv)
+    q, out          [B, Hq, D]   query head h reads KV head h // (Hq / Hkv)
     k_cache/v_cache [num_blocks, block_size, Hkv, D]   any strides, the same for both, unit on D
 
 Every program reads its share of the keys once, for all heads of a group: they are the rows of one matrix product. The
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
-from tritonllm.kernels.prefill_attention import (
+from tritonllm.kernels.paged_attention import (
     LOG2_E,
     check_paged,
     key_offsets,
@@ -37,7 +37,7 @@ MAX_SPLITS = 32  # beyond it the merge costs more than the splits save
 _MIN_SPLITS = 4  # evens out a batch of mixed lengths; short sequences use fewer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_attention_kernel(
     q_ptr,
     k_cache_ptr,
@@ -140,7 +140,9 @@ def _decode_attention_kernel(
             )  # [MERGE_HEADS, SPLITS, BLOCK_D]
             decay = tl.exp2(peaks - tl.max(peaks, 1)[:, None])
             merged_total = tl.sum(totals * decay, 1)
-            merged_out = tl.sum(parts * decay[:, :, None], 1) / tl.where(merged_total == 0.0, 1.0, merged_total)[:, None]
+            merged_out = (
+                tl.sum(parts * decay[:, :, None], 1) / tl.where(merged_total == 0.0, 1.0, merged_total)[:, None]
+            )
             merged_heads = (kv_head * GROUP + merged).to(tl.int64)[:, None]
             merged_offsets = sequence * out_token_stride + merged_heads * out_head_stride + dims[None, :]
             merged_mask = (merged < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -302,7 +304,6 @@ def plan_decode_attention(
         options={
             "num_warps": 4 if block_g * block_d <= 64 * 128 else 8,
             "num_stages": stages,
-            "enable_fp_fusion": True,
         },
     )
 

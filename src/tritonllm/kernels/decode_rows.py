@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.kv_store import check_per_token
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
 from tritonllm.kernels.reference import elementwise
 from tritonllm.kernels.row_layout import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
 
@@ -97,9 +97,9 @@ def _check_rows(op: str, rows: torch.Tensor, num_rows: int) -> None:
     check(
         rows.dim() == 2 and rows.dtype == torch.int32 and rows.shape[1] > HEADER and rows.stride(1) == 1,
         op,
-        f"rows must be int32[R, {HEADER} + max_blocks] with stride 1 along the last axis, not {shape_of(rows)}",
+        lambda: f"rows must be int32[R, {HEADER} + max_blocks] with stride 1 along the last axis, not {shape_of(rows)}",
     )
-    check(0 <= num_rows <= rows.shape[0], op, f"{num_rows} rows were asked of {shape_of(rows)}")
+    check(0 <= num_rows <= rows.shape[0], op, lambda: f"{num_rows} rows were asked of {shape_of(rows)}")
 
 
 def plan_load_rows(
@@ -124,7 +124,7 @@ def plan_load_rows(
         check_per_token("load_rows", name, output, num_rows)
     return Launch(
         kernel=_load_rows_kernel,
-        grid=(triton.cdiv(num_rows, _BLOCK),),
+        grid=(cdiv(num_rows, _BLOCK),),
         args={
             "rows_ptr": rows,
             **{f"{name}_ptr": output for name, output in outputs.items()},
@@ -151,7 +151,7 @@ def plan_advance_rows(rows: torch.Tensor, tokens: torch.Tensor) -> Launch:
     check_per_token("advance_rows", "tokens", tokens, num_rows)
     return Launch(
         kernel=_advance_rows_kernel,
-        grid=(triton.cdiv(num_rows, _BLOCK),),
+        grid=(cdiv(num_rows, _BLOCK),),
         args={"rows_ptr": rows, "tokens_ptr": tokens, "num_rows": num_rows, "row_stride": rows.stride(0)},
         constexprs={"TOKEN": TOKEN, "CONTEXT_LEN": CONTEXT_LEN, "BLOCK": _BLOCK},
         options={"num_warps": 1},

@@ -15,12 +15,14 @@ so a CUDA graph can hold them.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
-from tritonllm.kernels.noise import is_random
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
+from tritonllm.kernels.noise import MIN_TEMPERATURE
 from tritonllm.kernels.reference import sampling as reference
 
 TILE = 4096
@@ -127,7 +129,7 @@ def _narrow_kernel(
     top_p = tl.load(top_ps_ptr + row * top_ps_stride)
     uses_top_k = (top_k > 0) & (top_k < vocab_size)
     uses_filter = (top_p < 1.0) if MASS else uses_top_k
-    if not (uses_filter & is_random(temperature)):
+    if not (uses_filter & (temperature >= MIN_TEMPERATURE)):
         return
     tiles = tl.num_programs(0)
     lane = tl.arange(0, TILES)
@@ -140,14 +142,15 @@ def _narrow_kernel(
     shift = 24 - 8 * (step % PASSES)
     prefix = tl.full([], 0, tl.int64)
     lowest = tl.full([], 0, tl.uint32)  # keys below it are out of the question
-    if FIRST:
-        needed = tl.full([], 0, tl.int64) if MASS else top_k.to(tl.int64)
-        if MASS:
-            if uses_top_k:
-                lowest = _search_result(histogram_ptr - _BINS, state_ptr - 2, top_p, PASSES)
-    else:
+    if not FIRST:
         prefix, needed = _next_digit(histogram_ptr - _BINS, tl.load(state_ptr - 2), tl.load(state_ptr - 1), top_p)
         lowest = ((prefix << 8) << shift).to(tl.uint32)
+    elif MASS:
+        needed = tl.full([], 0, tl.int64)  # the total is not known yet
+        if uses_top_k:
+            lowest = _search_result(histogram_ptr - _BINS, state_ptr - 2, top_p, PASSES)
+    else:
+        needed = top_k.to(tl.int64)
     if tile == 0:
         tl.store(state_ptr, prefix)
         tl.store(state_ptr + 1, needed)
@@ -159,6 +162,7 @@ def _narrow_kernel(
     x = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
     key = _order_key(x)
     digit = ((key >> shift) & 255).to(tl.int32)
+    inside = (token < vocab_size) & (((key >> shift) >> 8) == prefix.to(tl.uint32))  # all tokens in a first pass
     if MASS:
         largest = tl.max(maxima, axis=0)
         x = x.to(tl.float32)
@@ -167,20 +171,17 @@ def _narrow_kernel(
         if FIRST:
             # All tokens below the cut together hold less than (1 - p) of the mass, so the threshold is above it.
             # They count only for the total, in one sum: most tokens of a peaked row.
-            counted = (token < vocab_size) & (key >= lowest)
+            inside = inside & (key >= lowest)
             cut = largest - temperature * (tl.log(vocab_size / (1.0 - tl.maximum(top_p, 0.0))) + 0.01)
-            below = tl.sum(tl.where(counted & (x < cut), mass, 0), axis=0)
+            below = tl.sum(tl.where(inside & (x < cut), mass, 0), axis=0)
             if below > 0:
                 tl.atomic_add(histogram_ptr, below, sem="relaxed")
-            inside = counted & (x >= cut)
-        else:
-            inside = (token < vocab_size) & (((key >> shift) >> 8) == prefix.to(tl.uint32))
+            inside = inside & (x >= cut)
         tl.atomic_add(histogram_ptr + digit, mass, mask=inside, sem="relaxed")
     elif FIRST:
-        counts = tl.histogram(digit, _BINS, mask=token < vocab_size).to(tl.int64)
+        counts = tl.histogram(digit, _BINS, mask=inside).to(tl.int64)
         tl.atomic_add(histogram_ptr + tl.arange(0, _BINS), counts, mask=counts > 0, sem="relaxed")
     else:
-        inside = (token < vocab_size) & (((key >> shift) >> 8) == prefix.to(tl.uint32))
         tl.atomic_add(histogram_ptr + digit, tl.full([TILE], 1, tl.int64), mask=inside, sem="relaxed")
 
 
@@ -211,7 +212,7 @@ def _threshold_kernel(
     threshold = tl.full([], float("-inf"), tl.float32)
     if tl.max((maxima != maxima).to(tl.int32), axis=0) > 0:
         threshold = tl.full([], float("nan"), tl.float32)
-    elif is_random(temperature) & ((top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size))):
+    elif (temperature >= MIN_TEMPERATURE) & ((top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size))):
         step = row * (2 * PASSES) + tl.where(top_p < 1.0, 2 * PASSES - 1, PASSES - 1)
         key = _search_result(histograms_ptr + step * _BINS, states_ptr + step * 2, top_p, PASSES)
         threshold = _logit_of_key(key, logits_ptr.dtype.element_ty)
@@ -220,16 +221,20 @@ def _threshold_kernel(
 
 def check_logits(op: str, logits: torch.Tensor) -> None:
     """Raise `KernelError` unless logits are [B, V] of a type and layout that the kernels take."""
-    check(logits.dim() == 2, op, f"logits must be [B, V], not {shape_of(logits)}")
+    check(logits.dim() == 2, op, lambda: f"logits must be [B, V], not {shape_of(logits)}")
     check(
         logits.dtype in (torch.float32, torch.float16, torch.bfloat16),
         op,
-        f"logits must be float32, float16 or bfloat16, not {shape_of(logits)}",
+        lambda: f"logits must be float32, float16 or bfloat16, not {shape_of(logits)}",
     )
     check(
-        0 < logits.shape[1] <= MAX_VOCAB_SIZE, op, f"logits must have 1 to {MAX_VOCAB_SIZE} columns: {shape_of(logits)}"
+        0 < logits.shape[1] <= MAX_VOCAB_SIZE,
+        op,
+        lambda: f"logits must have 1 to {MAX_VOCAB_SIZE} columns: {shape_of(logits)}",
     )
-    check(logits.stride(1) == 1, op, f"the last axis of logits must have stride 1, not strides {logits.stride()}")
+    check(
+        logits.stride(1) == 1, op, lambda: f"the last axis of logits must have stride 1, not strides {logits.stride()}"
+    )
 
 
 def check_column(op: str, name: str, column: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -237,14 +242,16 @@ def check_column(op: str, name: str, column: torch.Tensor, dtype: torch.dtype, s
     check(
         column.dtype == dtype and column.shape == shape,
         op,
-        f"{name} must be {str(dtype).removeprefix('torch.')}{list(shape)}, not {shape_of(column)}",
+        lambda: f"{name} must be {str(dtype).removeprefix('torch.')}{list(shape)}, not {shape_of(column)}",
     )
 
 
-def tile_size(vocab_size: int, tile: int) -> tuple[int, int]:
-    """Tokens of a program, a power of two that small vocabularies shrink, and programs of a row."""
+@cache
+def tiling(vocab_size: int, tile: int) -> tuple[int, int, int]:
+    """Tokens of a program, a power of two that small vocabularies shrink; programs of a row; lanes to merge those."""
     tile = max(16, min(tile, triton.next_power_of_2(vocab_size)))
-    return tile, triton.cdiv(vocab_size, tile)
+    tiles = cdiv(vocab_size, tile)
+    return tile, tiles, triton.next_power_of_2(tiles)
 
 
 def plan_kept_threshold(
@@ -262,7 +269,7 @@ def plan_kept_threshold(
     check_column(op, "temperatures", temperatures, torch.float32, (batch,))
     check_column(op, "top_ks", top_ks, torch.int32, (batch,))
     check_column(op, "top_ps", top_ps, torch.float32, (batch,))
-    tile, tiles = tile_size(vocab_size, tile)
+    tile, tiles, lanes = tiling(vocab_size, tile)
     passes = logits.element_size()  # one for each 8 bits of a key
     tile_max = torch.empty((batch, tiles), dtype=torch.float32, device=logits.device)
     histograms = torch.empty((batch, 2 * passes, _BINS.value), dtype=torch.int64, device=logits.device)
@@ -283,7 +290,7 @@ def plan_kept_threshold(
         "top_ps_stride": top_ps.stride(0),
         "vocab_size": vocab_size,
     }
-    merged = {"TILES": triton.next_power_of_2(tiles), "PASSES": passes}
+    merged = {"TILES": lanes, "PASSES": passes}
     clear = Launch(
         kernel=_tile_max_kernel,
         grid=(tiles, batch),

@@ -7,11 +7,13 @@ A slot of -1 is skipped: padded rows of a CUDA graph have one. Slots other than 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
 from tritonllm.kernels.reference import elementwise
 
 _TILE = 1024  # elements of one tile of heads
@@ -62,17 +64,18 @@ def _store_kv_kernel(
 
 def check_cache(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_heads: int, head_dim: int) -> None:
     """Raise `KernelError` unless both caches are [num_blocks, block_size, kv_heads, head_dim], unit last stride."""
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check(
-            cache.dim() == 4 and cache.shape[2:] == (kv_heads, head_dim) and cache.stride(3) == 1,
-            op,
-            f"{name} must be [num_blocks, block_size, {kv_heads}, {head_dim}] with stride 1 along the last axis, "
-            f"not {shape_of(cache)}",
-        )
     check(
-        k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype,
+        k_cache.dim() == 4 and k_cache.shape[2:] == (kv_heads, head_dim) and k_cache.stride(3) == 1,
         op,
-        f"k_cache {shape_of(k_cache)} and v_cache {shape_of(v_cache)} must have one shape and dtype",
+        lambda: (
+            f"k_cache must be [num_blocks, block_size, {kv_heads}, {head_dim}] with stride 1 along the last axis, "
+            f"not {shape_of(k_cache)}"
+        ),
+    )
+    check(
+        v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype and v_cache.stride(3) == 1,
+        op,
+        lambda: f"v_cache must be like k_cache {shape_of(k_cache)}, not {shape_of(v_cache)}",
     )
 
 
@@ -81,7 +84,7 @@ def check_per_token(op: str, name: str, values: torch.Tensor, tokens: int) -> No
     check(
         values.shape == (tokens,) and values.dtype == torch.int32 and values.is_contiguous(),
         op,
-        f"{name} must be a contiguous int32[{tokens}], one entry a token, not {shape_of(values)}",
+        lambda: f"{name} must be a contiguous int32[{tokens}], one entry a token, not {shape_of(values)}",
     )
 
 
@@ -94,24 +97,35 @@ def cache_strides(k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, int
     }
 
 
+@cache
+def _tile(kv_heads: int, head_dim: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constexprs HEADS and BLOCK_D and the compiler options: one 16-byte load a thread of 16-bit heads."""
+    block_d = triton.next_power_of_2(head_dim)
+    heads = min(triton.next_power_of_2(kv_heads), max(1, _TILE // block_d))
+    return {"HEADS": heads, "BLOCK_D": block_d}, {"num_warps": max(1, heads * block_d // 256)}
+
+
 def plan_store_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> Launch:
     """Plan of `store_kv`; the tile depends on the heads alone, tokens only on the grid."""
-    check(k.dim() == 3 and k.stride(2) == 1, "store_kv", f"k must be [T, Hk, D] with unit last stride: {shape_of(k)}")
+    check(
+        k.dim() == 3 and k.stride(2) == 1,
+        "store_kv",
+        lambda: f"k must be [T, Hk, D] with unit last stride: {shape_of(k)}",
+    )
     tokens, kv_heads, head_dim = k.shape
     check(
         v.shape == k.shape and v.stride(2) == 1 and v.dtype == k.dtype == k_cache.dtype,
         "store_kv",
-        f"v and the caches must match k {shape_of(k)}, not v {shape_of(v)} and caches {shape_of(k_cache)}",
+        lambda: f"v and the caches must match k {shape_of(k)}, not v {shape_of(v)} and caches {shape_of(k_cache)}",
     )
     check_cache("store_kv", k_cache, v_cache, kv_heads, head_dim)
     check_per_token("store_kv", "slot_mapping", slot_mapping, tokens)
-    block_d = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(kv_heads), max(1, _TILE // block_d))
+    tile, options = _tile(kv_heads, head_dim)
     return Launch(
         kernel=_store_kv_kernel,
-        grid=(tokens, triton.cdiv(kv_heads, heads)),
+        grid=(tokens, cdiv(kv_heads, tile["HEADS"])),
         args={
             "k_ptr": k,
             "v_ptr": v,
@@ -128,10 +142,9 @@ def plan_store_kv(
             "NUM_KV_HEADS": kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": k_cache.shape[1],
-            "HEADS": heads,
-            "BLOCK_D": block_d,
+            **tile,
         },
-        options={"num_warps": min(4, max(1, heads * block_d // 256))},
+        options=options,
     )
 
 

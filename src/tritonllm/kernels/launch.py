@@ -7,6 +7,7 @@ the tests compile is what users run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +44,18 @@ def runs_kernel(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or interpreting()
 
 
-def check(condition: bool, op: str, message: str) -> None:
-    """Raise `KernelError` naming the op unless the condition holds. For shapes and dtypes, never for device values."""
+def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
+    """Raise `KernelError` naming the op unless the condition holds. For shapes and dtypes, never for device values.
+
+    Plans run before every launch, so a message that formats shapes is better given as a function.
+    """
     if not condition:
-        raise KernelError(f"{op}: {message}")
+        raise KernelError(f"{op}: {message if isinstance(message, str) else message()}")
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient rounded up. (`triton.cdiv` takes ten microseconds outside a kernel.)"""
+    return -(-dividend // divisor)
 
 
 def shape_of(tensor: torch.Tensor) -> str:
@@ -87,7 +96,7 @@ class Launch:
             self.kernel[self.grid](**self.args, **self.constexprs)
             return
         with torch.cuda.device(tensors[0].device):
-            self.kernel[self.grid](**self.args, **self.constexprs, **_OPTIONS, **self.options)
+            self.kernel[self.grid](**self.args, **self.constexprs, **{**_OPTIONS, **self.options})
 
     def aot(self, target: GPUTarget) -> Any:
         """Compile for a GPU that need not be present, with the specialisation that a launch would choose.

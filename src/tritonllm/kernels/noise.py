@@ -9,7 +9,8 @@ Philox call serves four neighbouring ids.
 
 The product form never overflows, however small the temperature is, and needs neither the maximum nor the sum of a row.
 A noise value lies between -3.14 and 22.9 (32 random bits): a token that leads by more than 26.1 * temperature always
-wins.
+wins. The sum is fp32, so the noise is resolved to ULP(logit) / temperature. For logits of tens that becomes coarse
+under about 1e-3: equal logits lean towards the lowest id, which takes all below `MIN_TEMPERATURE`.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011); its 7-round variant passes
 BigCrush. Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling" (2014).
@@ -20,22 +21,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MIN_TEMPERATURE = 1e-5
-"""A row below this temperature is greedy: the noise would be lost in the rounding of the logits."""
-MAX_TEMPERATURE = 1e30
-"""Higher temperatures count as this one, at which fp32 logits are noise alone and sums cannot overflow."""
-PHILOX_ROUNDS = 7
+MIN_TEMPERATURE = tl.constexpr(1e-5)
+"""A row below this temperature (or not a number) is greedy: the noise would be lost in the rounding of the logits."""
+MAX_TEMPERATURE = tl.constexpr(1e30)
+"""Higher temperatures count as this one, at which the noise alone decides and sums cannot overflow."""
+PHILOX_ROUNDS = tl.constexpr(7)
 
-_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
-_MAX_TEMPERATURE = tl.constexpr(MAX_TEMPERATURE)
-_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 _TWO_TO_MINUS_32 = tl.constexpr(2.0**-32)
-
-
-@triton.jit
-def is_random(temperature):
-    """Whether a row draws noise; a greedy row, and a temperature that is not a number, do not."""
-    return temperature >= _MIN_TEMPERATURE
 
 
 @triton.jit
@@ -63,7 +55,7 @@ def gumbel_tile(seed_low, seed_high, position, first_id, TILE: tl.constexpr):
         zero,
         zero + seed_low.to(tl.uint32),
         zero + seed_high.to(tl.uint32),
-        _ROUNDS,
+        PHILOX_ROUNDS,
     )
     # Flattened, the last axes of the joins enumerate a, b, c, d: the words of ids 4q, 4q + 1, 4q + 2, 4q + 3.
     words = tl.join(tl.join(a, c), tl.join(b, d))  # [TILE / 4, 2, 2]
@@ -72,6 +64,6 @@ def gumbel_tile(seed_low, seed_high, position, first_id, TILE: tl.constexpr):
 
 @triton.jit
 def perturb(logits, temperature, noise):
-    """logits + temperature * noise in one rounding, all fp32, temperature a scalar. Infinite logits stay as they are."""
-    scale = tl.full(logits.shape, 0.0, tl.float32) + tl.minimum(temperature, _MAX_TEMPERATURE)
+    """logits + temperature * noise in one rounding, all fp32, temperature a scalar. Infinite logits stay."""
+    scale = tl.full(logits.shape, 0.0, tl.float32) + tl.minimum(temperature, MAX_TEMPERATURE)
     return tl.fma(scale, noise, logits)

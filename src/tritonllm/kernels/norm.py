@@ -14,16 +14,18 @@ row length alone, so another number of rows is another grid and never another ke
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
 from tritonllm.kernels.reference import elementwise
 
 _TILE = 1024  # elements of a tile of short rows
 _WARP_LOAD = 32 * 8  # elements that a warp loads at once: 16 bytes a thread of a 16-bit type
-_MAX_COLUMNS = 65536  # one row has to fit into the registers of a program
+_MAX_COLUMNS = 32768  # one row has to fit into the registers of a program
 
 
 @triton.jit
@@ -95,6 +97,7 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row * COLUMNS + column, out, mask=mask)
 
 
+@cache
 def _tile(columns: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constexprs and compiler options for rows of this length: 16 bytes a thread and load where a row has them."""
     block = triton.next_power_of_2(columns)
@@ -114,12 +117,12 @@ def _as_heads(x: torch.Tensor) -> torch.Tensor:
 
 def _check_row(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     columns = x.shape[-1] if x.dim() else 0
-    check(0 < columns <= _MAX_COLUMNS, op, f"x must have 1 to {_MAX_COLUMNS} columns, not {shape_of(x)}")
-    check(x.stride(-1) == 1, op, f"the last axis of x must have stride 1, not strides {x.stride()}")
+    check(0 < columns <= _MAX_COLUMNS, op, lambda: f"x must have 1 to {_MAX_COLUMNS} columns, not {shape_of(x)}")
+    check(x.stride(-1) == 1, op, lambda: f"the last axis of x must have stride 1, not strides {x.stride()}")
     check(
         weight.shape == (columns,) and weight.dtype == x.dtype and weight.is_contiguous(),
         op,
-        f"weight must be contiguous, of the dtype and last axis of x {shape_of(x)}, not {shape_of(weight)}",
+        lambda: f"weight must be contiguous, of the dtype and last axis of x {shape_of(x)}, not {shape_of(weight)}",
     )
 
 
@@ -132,7 +135,7 @@ def plan_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps:
     rows = view.shape[0] * view.shape[1]
     return Launch(
         kernel=_rms_norm_kernel,
-        grid=(triton.cdiv(rows, constexprs["ROWS"]),),
+        grid=(cdiv(rows, constexprs["ROWS"]),),
         args={
             "x_ptr": view,
             "weight_ptr": weight,
@@ -152,16 +155,16 @@ def plan_add_rms_norm(
 ) -> Launch:
     """Plan of `add_rms_norm` for x and residual [T, H] into a contiguous out [T, H]."""
     _check_row("add_rms_norm", x, weight)
-    check(x.dim() == 2, "add_rms_norm", f"x must be [T, H], not {shape_of(x)}")
+    check(x.dim() == 2, "add_rms_norm", lambda: f"x must be [T, H], not {shape_of(x)}")
     check(
         residual.shape == x.shape and residual.dtype == x.dtype and residual.stride(-1) == 1,
         "add_rms_norm",
-        f"residual must match x {shape_of(x)} with stride 1 along the last axis, not {shape_of(residual)}",
+        lambda: f"residual must match x {shape_of(x)} with stride 1 along the last axis, not {shape_of(residual)}",
     )
     constexprs, options = _tile(x.shape[1])
     return Launch(
         kernel=_add_rms_norm_kernel,
-        grid=(triton.cdiv(x.shape[0], constexprs["ROWS"]),),
+        grid=(cdiv(x.shape[0], constexprs["ROWS"]),),
         args={
             "x_ptr": x,
             "residual_ptr": residual,

@@ -7,19 +7,16 @@ For query row i of a sequence, at position p = context_len - query_len + i, and 
 One path serves a fresh prompt, a cached prefix, a chunk and a resumed sequence: they differ only in how far
 `context_len` exceeds `query_len`. Keys and values are always read through the block table, after they were stored.
 
-    q, out          [T, Hq, D]   queries of all sequences, packed; query heads h of a group share KV head h // (Hq / Hkv)
+    q, out          [T, Hq, D]   queries of all sequences, packed; query head h reads KV head h // (Hq / Hkv)
     k_cache/v_cache [num_blocks, block_size, Hkv, D]   any strides, the same for both, unit on D
     tiles           [N, 2]       (sequence, first query row) of each program's queries
 
 Rounding: scores, softmax and sums in float32; the weights are rounded to the cache's dtype before they meet V, the sum
-is rounded once at the end. Online softmax after Milakov and Gimelshein (arXiv:1805.02867) in base 2, tiled as in
-FlashAttention-2 (arXiv:2307.08691).
+is rounded once at the end. Tiled as in FlashAttention-2 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -27,50 +24,18 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.paged_attention import (
+    LOG2_E,
+    check_paged,
+    key_offsets,
+    load_block_ids,
+    online_softmax_step,
+    shared_memory_limit,
+)
 from tritonllm.kernels.reference import attention as reference
 
-LOG2_E = math.log2(math.e)
 
-
-@triton.jit
-def load_block_ids(table_row_ptr, start, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Cache block ids of the key tile at `start`: one scalar if a tile lies inside a block, else one id a key.
-
-    Entries for keys at or past `limit` may be garbage, so they are not read; block 0 stands in for them.
-    """
-    if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(table_row_ptr + start // BLOCK_SIZE, mask=start < limit, other=0)
-    else:
-        keys = start + tl.arange(0, BLOCK_N)
-        return tl.load(table_row_ptr + keys // BLOCK_SIZE, mask=keys < limit, other=0)
-
-
-@triton.jit
-def key_offsets(block_ids, start, block_stride, token_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets [BLOCK_N] in elements of the rows of the key tile at `start`."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        tokens = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-    else:
-        tokens = (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-    return block_ids.to(tl.int64) * block_stride + tokens.to(tl.int64) * token_stride
-
-
-@triton.jit
-def online_softmax_step(scores, values, scale_log2, acc, total, peak):
-    """Fold a tile of raw scores [M, N] and its values [N, D] into the running sum, total and peak.
-
-    A masked score is -inf while the peak starts finite, so a row that has seen no key yet stays at zero instead of
-    turning into inf - inf. The mask must not be a large finite number: times the scale it would lose its meaning.
-    """
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
-    return acc, total, new_peak
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_attention_kernel(
     q_ptr,
     k_cache_ptr,
@@ -188,53 +153,6 @@ def prefill_tiles(query_lens: Sequence[int], context_lens: Sequence[int], tile_r
     return [(sequence, row) for _, sequence, row in tiles]
 
 
-@functools.lru_cache
-def shared_memory_limit(device: torch.device) -> int:
-    """Bytes of shared memory one program may use on a device; the smallest class where there is no GPU to ask."""
-    if device.type != "cuda":
-        return 64 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-
-
-def check_paged(
-    op: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
-) -> None:
-    """The checks that paged attention ops share. Raises `KernelError`."""
-    check(q.ndim == 3 and q.stride(2) == 1, op, f"q must be [T, heads, D] with unit stride on D, got {shape_of(q)}")
-    check(
-        k_cache.ndim == 4 and k_cache.shape == v_cache.shape,
-        op,
-        f"k_cache and v_cache must be [blocks, block_size, kv_heads, D], got {shape_of(k_cache)}, {shape_of(v_cache)}",
-    )
-    check(
-        k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1,
-        op,
-        f"k_cache and v_cache must share strides, unit on D, got {k_cache.stride()} and {v_cache.stride()}",
-    )
-    check(
-        q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16),
-        op,
-        f"q and the caches must share a dtype of float32, float16 or bfloat16, got {shape_of(q)}, "
-        f"{shape_of(k_cache)}, {shape_of(v_cache)}",
-    )
-    check(
-        q.shape[2] == k_cache.shape[3] and q.shape[2] <= 256,
-        op,
-        f"q and the caches must share a head_dim of at most 256, got {shape_of(q)}, {shape_of(k_cache)}",
-    )
-    check(
-        k_cache.shape[2] > 0 and q.shape[1] % k_cache.shape[2] == 0,
-        op,
-        f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_cache.shape[2]}",
-    )
-    check(
-        block_tables.ndim == 2 and block_tables.dtype == torch.int32 and block_tables.stride(1) == 1,
-        op,
-        f"block_tables must be int32 [B, W] with unit stride on W, got {shape_of(block_tables)}",
-    )
-
-
 def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
@@ -324,7 +242,7 @@ def plan_prefill_attention(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
         },
-        options={"num_warps": num_warps, "num_stages": stages, "enable_fp_fusion": True},
+        options={"num_warps": num_warps, "num_stages": stages},
     )
 
 

@@ -19,12 +19,14 @@ tokens is only another grid.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from tritonllm.kernels.kv_store import check_per_token
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
 from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
 from tritonllm.kernels.reference import elementwise
 
@@ -33,9 +35,12 @@ _TILE = 1024  # elements of a group of heads
 
 @triton.jit
 def rotate(first, second, cos, sin):
-    """Both halves of heads, rotated in fp32 and rounded to their dtype."""
+    """Both halves of heads, rotated in fp32 and rounded to their dtype.
+
+    Each fused multiply-add is written out, so that every kernel that rotates computes the same bits.
+    """
     x, y = first.to(tl.float32), second.to(tl.float32)
-    return (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
+    return tl.fma(x, cos, -y * sin).to(first.dtype), tl.fma(y, cos, x * sin).to(first.dtype)
 
 
 @triton.jit
@@ -129,6 +134,7 @@ def _apply_rope_kernel(
         )  # fmt: skip
 
 
+@cache
 def rotation_tile(num_heads: int, head_dim: int, half: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constexprs HEADS and BLOCK_HALF and the compiler options: 16-byte loads of 16-bit heads in two warps."""
     block_d = triton.next_power_of_2(head_dim)
@@ -145,23 +151,24 @@ def check_rotation(op: str, cos_sin: torch.Tensor, head_dim: int) -> None:
         and 0 < cos_sin.shape[1] <= head_dim
         and cos_sin.shape[1] % 2 == 0,
         op,
-        f"cos_sin must be float32[max_position, R] with an even R of at most {head_dim}, not {shape_of(cos_sin)}",
+        lambda: (
+            f"cos_sin must be float32[max_position, R] with an even R of at most {head_dim}, not {shape_of(cos_sin)}"
+        ),
     )
 
 
 def plan_apply_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Launch:
     """Plan of `apply_rope`."""
-    for name, heads in (("q", q), ("k", k)):
-        check(
-            heads.dim() == 3 and heads.stride(2) == 1,
-            "apply_rope",
-            f"{name} must be [T, heads, D] with stride 1 along the last axis, not {shape_of(heads)}",
-        )
+    check(
+        q.dim() == k.dim() == 3 and q.stride(2) == k.stride(2) == 1,
+        "apply_rope",
+        lambda: f"q and k must be [T, heads, D] with stride 1 along the last axis, not {shape_of(q)} and {shape_of(k)}",
+    )
     tokens, num_heads, head_dim = q.shape
     check(
         (k.shape[0], k.shape[2], k.dtype) == (tokens, head_dim, q.dtype),
         "apply_rope",
-        f"k {shape_of(k)} must have the tokens, head_dim and dtype of q {shape_of(q)}",
+        lambda: f"k {shape_of(k)} must have the tokens, head_dim and dtype of q {shape_of(q)}",
     )
     check_rotation("apply_rope", cos_sin, head_dim)
     check_per_token("apply_rope", "positions", positions, tokens)
@@ -169,7 +176,7 @@ def plan_apply_rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, c
     tile, options = rotation_tile(num_heads, head_dim, half)
     return Launch(
         kernel=_apply_rope_kernel,
-        grid=(tokens, triton.cdiv(num_heads, tile["HEADS"]) + triton.cdiv(num_kv_heads, tile["HEADS"])),
+        grid=(tokens, cdiv(num_heads, tile["HEADS"]) + cdiv(num_kv_heads, tile["HEADS"])),
         args={
             "q_ptr": q,
             "k_ptr": k,

@@ -14,12 +14,14 @@ Every element of qkv is read once, by a program that owns one token and a group 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from tritonllm.kernels.kv_store import cache_strides, check_cache, check_per_token, slot_offset
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
 from tritonllm.kernels.reference import elementwise
 from tritonllm.kernels.rope import check_rotation, rotate_heads, rotation_tile
 
@@ -85,6 +87,16 @@ def _rope_store_kernel(
             tl.store(v_cache_ptr + head * v_cache_head_stride + dim, v, mask=mask)
 
 
+@cache
+def _copied_tile(head_dim: int, half: int) -> dict[str, int]:
+    """Constexprs BLOCK_TAIL, for what lies behind the rotated part (0: nothing), and BLOCK_D, for whole heads."""
+    tail = head_dim - 2 * half
+    return {
+        "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+    }
+
+
 def plan_rope_store_kv(
     qkv: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -106,23 +118,28 @@ def plan_rope_store_kv(
     check(
         qkv.shape == (tokens, width) and qkv.stride(1) == 1 and qkv.dtype == k_cache.dtype,
         op,
-        f"qkv must be [T, {width}] with stride 1 along the last axis, of the caches' dtype {k_cache.dtype}, "
-        f"not {shape_of(qkv)}",
+        lambda: (
+            f"qkv must be [T, {width}] with stride 1 along the last axis, of the caches' dtype {k_cache.dtype}, "
+            f"not {shape_of(qkv)}"
+        ),
     )
     check((q_norm is None) == (k_norm is None), op, "give q_norm and k_norm, or neither")
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+    if q_norm is not None and k_norm is not None:
         check(
-            weight is None or (weight.shape == (head_dim,) and weight.dtype == qkv.dtype and weight.is_contiguous()),
+            q_norm.shape == k_norm.shape == (head_dim,) and q_norm.dtype == k_norm.dtype == qkv.dtype,
             op,
-            f"{name} must be a contiguous vector of {head_dim} values of the dtype of qkv",
+            lambda: (
+                f"q_norm and k_norm must be vectors of {head_dim} values of the dtype of qkv {shape_of(qkv)}, "
+                f"not {shape_of(q_norm)} and {shape_of(k_norm)}"
+            ),
         )
+        check(q_norm.is_contiguous() and k_norm.is_contiguous(), op, "q_norm and k_norm must be contiguous")
     check_rotation(op, cos_sin, head_dim)
     check_per_token(op, "positions", positions, tokens)
     check_per_token(op, "slot_mapping", slot_mapping, tokens)
     half = cos_sin.shape[1] // 2
-    tail = head_dim - 2 * half
     tile, options = rotation_tile(num_heads, head_dim, half)
-    groups = triton.cdiv(num_heads, tile["HEADS"]) + 2 * triton.cdiv(num_kv_heads, tile["HEADS"])
+    groups = cdiv(num_heads, tile["HEADS"]) + 2 * cdiv(num_kv_heads, tile["HEADS"])
     return Launch(
         kernel=_rope_store_kernel,
         grid=(tokens, groups),
@@ -148,8 +165,7 @@ def plan_rope_store_kv(
             "BLOCK_SIZE": k_cache.shape[1],
             "HALF": half,
             **tile,
-            "BLOCK_TAIL": triton.next_power_of_2(tail) if tail else 0,
-            "BLOCK_D": triton.next_power_of_2(head_dim),
+            **_copied_tile(head_dim, half),
         },
         options=options,
     )

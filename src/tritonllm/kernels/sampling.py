@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tile_size
+from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tiling
 from tritonllm.kernels.launch import Launch, check, runs_kernel
-from tritonllm.kernels.noise import gumbel_tile, is_random, perturb
+from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, perturb
 from tritonllm.kernels.reference import sampling as reference
 
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -50,7 +50,7 @@ def _pick_kernel(
     x = tl.load(logits_ptr + row * logits_stride + token, mask=kept, other=float("-inf")).to(tl.float32)
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     kept = kept & (x == x)
-    draws = is_random(temperature)
+    draws = temperature >= MIN_TEMPERATURE
     if thresholds_ptr is not None:
         kept = kept & (x >= tl.load(thresholds_ptr + row))
         draws = draws & (tl.max(kept.to(tl.int32), axis=0) > 0)  # few tiles hold a kept token
@@ -98,8 +98,12 @@ def plan_pick_tokens(
     check_column(op, "positions", positions, torch.int32, (batch,))
     if thresholds is not None:
         check_column(op, "thresholds", thresholds, torch.float32, (batch,))
-        check(thresholds.is_contiguous(), op, f"thresholds must be contiguous, not of stride {thresholds.stride()}")
-    tile, tiles = tile_size(vocab_size, tile)
+        check(
+            thresholds.is_contiguous(),
+            op,
+            lambda: f"thresholds must be contiguous, not of stride {thresholds.stride()}",
+        )
+    tile, tiles, lanes = tiling(vocab_size, tile)
     best = torch.empty((batch, tiles), dtype=torch.float32, device=logits.device)
     token = torch.empty((batch, tiles), dtype=torch.int32, device=logits.device)
     pick = Launch(
@@ -127,7 +131,7 @@ def plan_pick_tokens(
         kernel=_merge_kernel,
         grid=(batch,),
         args={"best_ptr": best, "token_ptr": token, "out_ptr": out, "tiles": tiles},
-        constexprs={"TILES": triton.next_power_of_2(tiles)},
+        constexprs={"TILES": lanes},
         options={"num_warps": 1},
     )
     return [pick, merge]

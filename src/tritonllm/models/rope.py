@@ -31,14 +31,14 @@ def rope_table(rope: RopeConfig, max_position: int, device: torch.device | str) 
             f"max_position={max_position} is above the {rope.max_length} positions that one table of "
             f"rope_type={rope.rope_type!r} serves: lower it to that."
         )
-    positions = torch.arange(max_position, dtype=torch.float32)
+    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * inverse_frequencies(rope)
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * rope.magnitude).to(device)
 
 
 def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
     """Radians per position, float32 `[rotary_dim / 2]` on the CPU."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu") / rope.rotary_dim
     wavelengths = rope.theta**exponents  # in units of 2 pi positions
     if rope.rope_type == "linear":
         return 1.0 / wavelengths / rope.factor
@@ -78,6 +78,6 @@ def _yarn(rope: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
     first, last = max(first, 0), min(last, rope.rotary_dim - 1)
     if first == last:
         last += 0.001
-    dimensions = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    dimensions = torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device="cpu")
     kept_share = 1 - ((dimensions - first) / (last - first)).clamp(0, 1)
     return 1.0 / (rope.factor * wavelengths) * (1 - kept_share) + 1.0 / wavelengths * kept_share

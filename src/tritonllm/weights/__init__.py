@@ -5,7 +5,6 @@ from tritonllm.weights.dummy import dummy_weights
 from tritonllm.weights.gguf_checkpoint import GgufCheckpoint
 from tritonllm.weights.load import LoadReport, load_weights
 from tritonllm.weights.resolve import open_checkpoint
-from tritonllm.weights.stop_tokens import stop_token_ids
 
 __all__ = [
     "Checkpoint",
@@ -15,5 +14,4 @@ __all__ = [
     "dummy_weights",
     "load_weights",
     "open_checkpoint",
-    "stop_token_ids",
 ]

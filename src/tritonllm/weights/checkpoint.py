@@ -100,19 +100,22 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def load_tokenizer(source: str, **kwargs: Any) -> Any:
-    """`AutoTokenizer.from_pretrained`, its many exceptions turned into one.
+def load_tokenizer(source: str, gguf_file: str | None = None) -> Any:
+    """The tokenizer of a folder or hub id, or of a GGUF file in the folder `source`.
 
     Raises:
-        CheckpointError: `source` has no tokenizer that transformers can build.
+        CheckpointError: there is no tokenizer that transformers can build.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
     try:
-        return AutoTokenizer.from_pretrained(source, **kwargs)
+        if gguf_file is None:
+            return transformers.AutoTokenizer.from_pretrained(source)
+        # The same tokenizer that AutoTokenizer gives; that one reads the whole file twice to choose a class.
+        return transformers.PreTrainedTokenizerFast.from_pretrained(source, gguf_file=gguf_file)
     except Exception as error:
         raise CheckpointError(
-            f"No tokenizer can be built from {source}: {type(error).__name__}: {error}. "
+            f"No tokenizer can be built from {gguf_file or source}: {type(error).__name__}: {error}. "
             "Name another folder or hub id with `tokenizer`."
         ) from error
 

@@ -16,10 +16,10 @@ def dummy_tensor(seed: int, name: str, shape: tuple[int, ...], device: torch.dev
     """The whole, unsharded float32 tensor that stands for a checkpoint tensor: normal, or ones for a norm's weight."""
     owner, _, leaf = name.rpartition(".")
     if len(shape) == 1 and leaf == "weight" and "norm" in owner.rpartition(".")[2]:
-        return torch.ones(shape, device=device)
+        return torch.ones(shape, dtype=torch.float32, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape, device=device).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, STANDARD_DEVIATION, generator=generator)
 
 
 def dummy_weights(model: nn.Module, seed: int = 0) -> None:

@@ -56,6 +56,9 @@ class GgufCheckpoint:
         self.config = config_from_gguf(self._file)
         self.generation_config: dict[str, Any] = {}
 
+    def __reduce__(self) -> tuple[type[GgufCheckpoint], tuple[Path]]:
+        return GgufCheckpoint, (self.path,)  # another process maps the file anew
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._file.tensors:
             if name != IN_CONFIG:

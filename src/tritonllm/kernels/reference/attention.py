@@ -17,7 +17,7 @@ def _context(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> tor
     if len(blocks) == 1:
         rows = cache[int(blocks[0]), :length]
     else:
-        rows = cache[blocks.long()].flatten(0, 1)[:length]
+        rows = cache.index_select(0, blocks).flatten(0, 1)[:length]
     return rows.transpose(0, 1).float()
 
 

@@ -16,7 +16,7 @@ MASS_SCALE = 2.0**40
 
 
 def philox(counter: list[torch.Tensor], key: tuple[torch.Tensor, torch.Tensor], rounds: int) -> list[torch.Tensor]:
-    """Philox4x32 on int64 tensors that hold 32-bit words. A product wraps modulo 2^64, which keeps both halves right."""
+    """Philox4x32 on int64 tensors that hold 32-bit words. Products wrap modulo 2^64, which keeps both halves."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -33,7 +33,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).expand(len(seeds), -1)
     zeros = torch.zeros_like(quads)
     low, high = (seeds.long() & _WORD).split(1, dim=1)
-    words = philox([quads, zeros + (positions.long() & _WORD)[:, None], zeros, zeros], (low, high), PHILOX_ROUNDS)
+    words = philox([quads, zeros + (positions.long() & _WORD)[:, None], zeros, zeros], (low, high), PHILOX_ROUNDS.value)
     word = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     v = (word.float() + 0.5) * 2.0**-32
     rest = ((word ^ _WORD).float() + 0.5) * 2.0**-32
@@ -64,7 +64,7 @@ def kept_threshold(
     thresholds = torch.full_like(temperatures, -torch.inf, memory_format=torch.contiguous_format)
     thresholds[logits.isnan().any(dim=1)] = torch.nan
     filters = (top_ps < 1) | ((top_ks > 0) & (top_ks < logits.shape[1]))
-    rows = (filters & (temperatures >= MIN_TEMPERATURE) & ~thresholds.isnan()).nonzero()[:, 0]
+    rows = (filters & (temperatures >= MIN_TEMPERATURE.value) & ~thresholds.isnan()).nonzero()[:, 0]
     if len(rows):
         parameters = (values[rows, None] for values in (temperatures, top_ks, top_ps))
         thresholds[rows] = _kept_from(logits[rows].float(), *parameters)
@@ -79,10 +79,10 @@ def _pick(
     thresholds: torch.Tensor | None,
 ) -> torch.Tensor:
     scores = logits.float()
-    random = (temperatures >= MIN_TEMPERATURE).nonzero()[:, 0]
+    random = (temperatures >= MIN_TEMPERATURE.value).nonzero()[:, 0]
     if len(random):
         noise = gumbel_noise(seeds[random], positions[random], logits.shape[1])
-        drawn = scores[random] + temperatures[random, None].clamp(max=MAX_TEMPERATURE) * noise
+        drawn = scores[random] + temperatures[random, None].clamp(max=MAX_TEMPERATURE.value) * noise
         if thresholds is not None:
             # Not "below": a threshold that is NaN keeps nothing, and the NaN itself has to survive as a score.
             drawn = torch.where(scores[random] < thresholds[random, None], -torch.inf, drawn)

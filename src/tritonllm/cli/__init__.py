@@ -1,0 +1,59 @@
+"""The command line: `generate` and `chat` run a model, `models` and `plugins` list what is known.
+
+A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
+inside the commands that need it, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from tritonllm import __version__
+from tritonllm.cli.listing import models, plugins
+from tritonllm.cli.model import chat, generate
+from tritonllm.cli.terminal import say, show_warning
+from tritonllm.errors import TritonLLMError
+
+# Help in plain text: rich would take longer to import than everything else together.
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (generate, chat, models, plugins):
+    app.command()(command)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line on `args` (default: those of this process) and leave with its exit code.
+
+    0 is success, 1 an error of tritonllm (one line on standard error), 2 wrong usage, 130 Ctrl-C.
+    """
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        try:
+            app(args, prog_name="tritonllm")
+        except TritonLLMError as error:
+            say("error: " + " ".join(str(error).split()))
+            sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tritonllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A pure-Triton LLM inference engine for Hugging Face checkpoints."""

@@ -1,0 +1,290 @@
+"""The commands that run a model: `generate` and `chat`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from tritonllm.cli.terminal import say
+from tritonllm.errors import EngineError, RequestError, TritonLLMError
+from tritonllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tritonllm.config import EngineConfig
+    from tritonllm.engine.llm_engine import LLMEngine
+    from tritonllm.engine.outputs import StreamOutput
+
+_T = TypeVar("_T")
+
+MAX_TOKENS = 512
+
+CHAT_HELP = """\
+/clear   forget the conversation
+/help    show this
+/bye     leave, as Ctrl-D does
+Ctrl-C stops an answer; what it said so far stays in the conversation."""
+
+Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or name of a packaged model.")]
+Prompt = Annotated[str | None, typer.Argument(help="Read from standard input if left out.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="System message in front of the conversation.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 always takes the most probable token.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the most probable tokens of this mass; 1 is off.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Sample from that many most probable tokens; 0 is off.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens. Random if left out.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print token counts and times to standard error.")]
+MaxModelLength = Annotated[int | None, typer.Option("--max-model-length", help="Most tokens of prompt and output.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
+DType = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs: starts sooner.")]
+
+
+def generate(
+    model: Model,
+    prompt: Prompt = None,
+    raw: Raw = False,
+    system: System = None,
+    max_tokens: MaxTokens = MAX_TOKENS,
+    temperature: Temperature = SamplingParams.temperature,
+    top_p: TopP = SamplingParams.top_p,
+    top_k: TopK = SamplingParams.top_k,
+    seed: Seed = None,
+    stats: Stats = False,
+    max_model_length: MaxModelLength = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    enforce_eager: EnforceEager = False,
+) -> None:
+    """Answer one prompt, printing the text as it comes.
+
+    The prompt goes through the checkpoint's chat template if there is one.
+    """
+    if raw and system is not None:
+        raise typer.BadParameter("--system needs the chat template that --raw leaves out.")
+    params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
+    config = _engine_config(model, max_model_length, device, dtype, enforce_eager)
+    text = _read_prompt(prompt)
+    with _engine(config, stats) as llm:
+        if system is None and (raw or not _has_chat_template(llm)):
+            prompt_ids = _tokenize(llm, text)
+        else:
+            prompt_ids = llm.apply_chat_template([*_opening(system), _message("user", text)])
+        _answer(llm, prompt_ids, params, stats)
+
+
+def chat(
+    model: Model,
+    system: System = None,
+    max_tokens: MaxTokens = MAX_TOKENS,
+    temperature: Temperature = SamplingParams.temperature,
+    top_p: TopP = SamplingParams.top_p,
+    top_k: TopK = SamplingParams.top_k,
+    seed: Seed = None,
+    stats: Stats = False,
+    max_model_length: MaxModelLength = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    enforce_eager: EnforceEager = False,
+) -> None:
+    """Talk with a model that has a chat template. /help lists what else you can type."""
+    params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
+    config = _engine_config(model, max_model_length, device, dtype, enforce_eager)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # from now on input() edits lines and has a history
+    with _engine(config, stats) as llm:
+        if not _has_chat_template(llm):
+            raise RequestError(f"{model!r} has no chat template: use `tritonllm generate`.")
+        messages = _opening(system)
+        for line in _lines():
+            command = line.strip()
+            if command == "/bye":
+                break
+            if command == "/clear":
+                messages = _opening(system)
+            elif command == "/help":
+                say(CHAT_HELP)
+            elif command.startswith("/") and len(command.split()) == 1:
+                say(f"There is no command {command}; /help lists them.")
+            elif command:
+                messages = _turn(llm, [*messages, _message("user", line)], params, stats)
+
+
+# ---- before the model is loaded ----
+
+
+def _sampling_params(max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None) -> SamplingParams:
+    return _from_options(
+        SamplingParams, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+
+
+def _engine_config(
+    model: str, max_model_length: int | None, device: str, dtype: str, enforce_eager: bool
+) -> EngineConfig:
+    from tritonllm.config import EngineConfig
+
+    return _from_options(
+        EngineConfig,
+        model_name_or_path=model,
+        max_model_length=max_model_length,
+        device=device,
+        dtype=dtype,
+        enforce_eager=enforce_eager,
+        max_num_sequences=1,
+        seed=secrets.randbits(64),
+    )
+
+
+def _from_options(make: Callable[..., _T], **values: Any) -> _T:
+    """Make a checked value; what it refuses is wrong usage, told before anything is loaded."""
+    try:
+        return make(**values)
+    except TritonLLMError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _read_prompt(prompt: str | None) -> str:
+    """The argument, or all of standard input without its last line end."""
+    try:
+        if prompt is None:
+            if sys.stdin.isatty():
+                say("Type the prompt, then Ctrl-D on a line of its own.")
+            prompt = sys.stdin.read().removesuffix("\n")
+        prompt.encode()
+    except UnicodeError as error:
+        raise typer.BadParameter("the prompt is not valid UTF-8.") from error
+    if not prompt.strip():
+        raise typer.BadParameter("the prompt is empty.")
+    return prompt
+
+
+# ---- with a model ----
+
+
+@contextlib.contextmanager
+def _engine(config: EngineConfig, stats: bool) -> Iterator[LLMEngine]:
+    if sys.stderr.isatty():
+        say(f"Loading {config.model_name_or_path} ...")
+    start = time.perf_counter()
+    from tritonllm import LLMEngine
+
+    with LLMEngine(config) as llm:
+        if stats:
+            say(f"ready in {time.perf_counter() - start:.2f} s on {llm.config.device}, {llm.config.dtype}")
+        yield llm
+
+
+def _has_chat_template(llm: LLMEngine) -> bool:
+    return bool(getattr(llm.tokenizer, "chat_template", None))
+
+
+def _tokenize(llm: LLMEngine, text: str) -> list[int]:
+    from tritonllm.engine.prompts import tokenize
+
+    return tokenize(text, llm.tokenizer, llm.model_config.vocab_size)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _opening(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [_message("system", system)]
+
+
+def _answer(
+    llm: LLMEngine,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    stats: bool,
+    stopped: Callable[[], bool] = lambda: False,
+) -> str:
+    """Print the completion of one prompt as it comes, until it ends or `stopped()`, and return its text."""
+    text = ""
+    num_tokens = 0
+    finish_reason: str | None = None
+    start = first = time.perf_counter()
+    pieces: Iterator[StreamOutput] = llm.stream(prompt_ids, params)
+    for piece in pieces:
+        if num_tokens == 0:
+            first = time.perf_counter()
+        num_tokens += len(piece.token_ids)
+        finish_reason = piece.finish_reason
+        text += piece.text
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        if stopped():
+            break
+    seconds = time.perf_counter() - first
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if finish_reason == "error":
+        raise EngineError("the answer broke off, because the model's output was not a number (NaN).")
+    if stats:
+        # The prompt's step yields the first token, so the others share the time after it.
+        rate = f", {(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 else ""
+        say(f"prompt: {len(prompt_ids)} tokens, prefill {first - start:.3f} s (until the first token)")
+        say(f"output: {num_tokens} tokens{rate}, finish reason: {finish_reason or 'stopped by Ctrl-C'}")
+    return text
+
+
+# ---- the chat loop ----
+
+
+def _lines() -> Iterator[str]:
+    """Lines that the user types, until Ctrl-D. Ctrl-C drops the line."""
+    prompt = ">>> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            if prompt:
+                say("")
+            return
+        except KeyboardInterrupt:
+            say("\nCtrl-D or /bye leaves.")
+            continue
+        yield line
+
+
+def _turn(llm: LLMEngine, messages: list[dict[str, str]], params: SamplingParams, stats: bool) -> list[dict[str, str]]:
+    """Answer a conversation that ends with the user's message; returns it with the answer.
+
+    A message that cannot be served is told to the user and dropped.
+    """
+    try:
+        with _interrupt_noted() as noted:
+            text = _answer(llm, llm.apply_chat_template(messages), params, stats, noted.is_set)
+    except RequestError as error:
+        say(f"error: {error}; /clear forgets the conversation")
+        return messages[:-1]
+    while not llm.scheduler.is_finished():  # what is left of a stopped answer
+        llm.step()
+    return [*messages, _message("assistant", text)]
+
+
+@contextlib.contextmanager
+def _interrupt_noted() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so no step of the engine is cut in half; a second one raises as usual."""
+    noted = threading.Event()
+
+    def note(*_: object) -> None:
+        if noted.is_set():
+            raise KeyboardInterrupt
+        noted.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

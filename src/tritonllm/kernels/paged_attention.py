@@ -1,0 +1,103 @@
+"""What prefill and decode attention share: finding keys through a block table, the online softmax, and the checks.
+
+A key tile is BLOCK_N consecutive keys of one sequence. Online softmax after Milakov and Gimelshein (arXiv:1805.02867),
+in base 2: the caller scales by log2(e).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.launch import check, shape_of
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def load_block_ids(table_row_ptr, start, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache block ids of the key tile at `start`: one scalar if a tile lies inside a block, else one id a key.
+
+    Entries for keys at or past `limit` may be garbage, so they are not read; block 0 stands in for them.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_row_ptr + start // BLOCK_SIZE, mask=start < limit, other=0)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(table_row_ptr + keys // BLOCK_SIZE, mask=keys < limit, other=0)
+
+
+@triton.jit
+def key_offsets(block_ids, start, block_stride, token_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets [BLOCK_N] in elements of the rows of the key tile at `start`."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        tokens = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    else:
+        tokens = (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+    return block_ids.to(tl.int64) * block_stride + tokens.to(tl.int64) * token_stride
+
+
+@triton.jit
+def online_softmax_step(scores, values, scale_log2, acc, total, peak):
+    """Fold a tile of raw scores [M, N] and its values [N, D] into the running sum, total and peak.
+
+    A masked score is -inf while the peak starts finite, so a row that has seen no key yet stays at zero instead of
+    turning into inf - inf. The mask must not be a large finite number: times the scale it would lose its meaning.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+    return acc, total, new_peak
+
+
+@functools.lru_cache
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory one program may use on a device; the smallest class where there is no GPU to ask."""
+    if device.type != "cuda":
+        return 64 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def check_paged(
+    op: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
+) -> None:
+    """The checks that paged attention ops share. Raises `KernelError`."""
+    check(q.ndim == 3 and q.stride(2) == 1, op, f"q must be [T, heads, D] with unit stride on D, got {shape_of(q)}")
+    check(
+        k_cache.ndim == 4 and k_cache.shape == v_cache.shape,
+        op,
+        f"k_cache and v_cache must be [blocks, block_size, kv_heads, D], got {shape_of(k_cache)}, {shape_of(v_cache)}",
+    )
+    check(
+        k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1,
+        op,
+        f"k_cache and v_cache must share strides, unit on D, got {k_cache.stride()} and {v_cache.stride()}",
+    )
+    check(
+        q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16),
+        op,
+        f"q and the caches must share a dtype of float32, float16 or bfloat16, got {shape_of(q)}, "
+        f"{shape_of(k_cache)}, {shape_of(v_cache)}",
+    )
+    check(
+        q.shape[2] == k_cache.shape[3] and q.shape[2] <= 256,
+        op,
+        f"q and the caches must share a head_dim of at most 256, got {shape_of(q)}, {shape_of(k_cache)}",
+    )
+    check(
+        k_cache.shape[2] > 0 and q.shape[1] % k_cache.shape[2] == 0,
+        op,
+        f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_cache.shape[2]}",
+    )
+    check(
+        block_tables.ndim == 2 and block_tables.dtype == torch.int32 and block_tables.stride(1) == 1,
+        op,
+        f"block_tables must be int32 [B, W] with unit stride on W, got {shape_of(block_tables)}",
+    )

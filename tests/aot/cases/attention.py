@@ -1,0 +1,74 @@
+"""Prefill and decode attention at the head shapes of shipped models, in bfloat16."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from harness import Case, meta
+
+from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
+from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tile_rows
+
+_SEQUENCES, _TOKENS, _TABLE_WIDTH = 4, 64, 128
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def _attention(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int = 256,
+    batches: tuple[int, ...] = (8,),
+    shared_memory: int = 64 * 1024,
+) -> list[Launch]:
+    """Prefill, and decode at each batch size, with the tiles that a device with this much shared memory gets."""
+    scale = head_dim**-0.5
+    k_cache, v_cache = meta(2, 1024, block_size, num_kv_heads, head_dim)
+    q = meta(_TOKENS, num_heads, head_dim)
+    launches = [
+        plan_prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            _int32(_SEQUENCES, _TABLE_WIDTH),
+            _int32(_SEQUENCES + 1),
+            _int32(_SEQUENCES),
+            _int32(_SEQUENCES, 2),
+            prefill_tile_rows(head_dim, q.dtype),
+            scale,
+            torch.empty_like(q),
+            shared_memory=shared_memory,
+        )
+    ]
+    for batch in batches:
+        q = meta(batch, num_heads, head_dim)
+        workspace = DecodeWorkspace.allocate(batch, num_heads, num_kv_heads, head_dim, q.device)
+        launches.append(
+            plan_decode_attention(
+                q,
+                k_cache,
+                v_cache,
+                _int32(batch, _TABLE_WIDTH),
+                _int32(batch),
+                scale,
+                workspace,
+                torch.empty_like(q),
+                shared_memory=shared_memory,
+            )
+        )
+    return launches
+
+
+CASES = [
+    Case("qwen3-0.6b", partial(_attention, 16, 8, 128, batches=(64,)), dot=True),
+    Case("llama-3.2-1b", partial(_attention, 32, 8, 64, batches=(1,)), dot=True),
+    Case("smollm2-135m", partial(_attention, 9, 3, 64), dot=True),
+    Case("qwen3-8b-blocks-of-16", partial(_attention, 32, 8, 128, block_size=16), dot=True),
+    Case("head-dim-80", partial(_attention, 32, 32, 80), dot=True),
+    Case("head-dim-256", partial(_attention, 8, 1, 256), dot=True, may_spill=True),
+]

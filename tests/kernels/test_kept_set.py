@@ -1,0 +1,111 @@
+"""What top-k and top-p keep, against the definition computed in float64 with a sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling_rows import LARGE, ON_GPU, Rows, few_examples, generator, kept_by_sort, seeds_of_tests, sizes, strided
+
+
+def assert_kept(logits: torch.Tensor, rows: Rows) -> list[int]:
+    """Thresholds keep what the sort keeps, up to the rounding of p times the mass; returns how many tokens stay."""
+    kept = logits.float() >= rows.threshold(logits)[:, None]
+    parameters = zip(rows.temperatures.tolist(), rows.top_ks.tolist(), rows.top_ps.tolist(), strict=True)
+    for row, (temperature, top_k, top_p) in enumerate(parameters):
+        slack = 1e-5 * top_p if top_p < 1 else 0.0
+        least = kept_by_sort(logits[row], temperature, top_k, top_p - slack)
+        most = kept_by_sort(logits[row], temperature, top_k, min(top_p + slack, 1 - 1e-9) if top_p < 1 else 1.0)
+        mine = kept[row].cpu()
+        assert bool((least <= mine).all()), f"row {row}: drops {(least & ~mine).sum()} of {least.sum()}"
+        assert bool((mine <= most).all()), f"row {row}: keeps {(mine & ~most).sum()} beyond {most.sum()}"
+    return kept.sum(dim=1).tolist()
+
+
+def shape_of_distribution(name: str, size: int) -> torch.Tensor:
+    shuffled = torch.randperm(size, generator=generator(3))
+    if name == "zipf":
+        return -(shuffled + 1.0).log()
+    if name == "equal":
+        return torch.full((size,), 2.5)
+    if name == "two-level":
+        return torch.where(shuffled < size // 10, 1.0, -2.0)
+    if name == "halving":
+        return -0.6931471805599453 * shuffled.clamp(max=60).float()
+    if name == "normal":
+        return torch.randn(size, generator=generator(4)) * 2.5
+    if name == "flat":
+        return torch.randn(size, generator=generator(5)) * 0.02
+    share = float(name)  # one token with this share of the mass
+    rest = torch.randn(size, generator=generator(6))
+    rest = rest.log_softmax(0) + torch.tensor(1 - share).log()
+    rest[size // 3] = torch.tensor(share).log() + rest[size // 3].exp()
+    return rest
+
+
+@pytest.mark.parametrize("name", ["0.41", "0.9", "0.999", "zipf", "equal", "two-level", "halving", "normal", "flat"])
+def test_kept_set_is_that_of_a_sort(device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> None:
+    top_ps = [1e-9, 0.3, 0.95, 0.999, 1.0, 0.8]
+    top_ks = [0, 0, 0, 0, 50, 50]
+    temperatures = [1.0, 1.0, 0.7, 1.3, 1.0, 1.0]
+    for dtype in dtypes if ON_GPU or name == "normal" else dtypes[:1]:
+        logits = shape_of_distribution(name, LARGE).to(dtype).expand(len(top_ps), -1)
+        rows = Rows(temperatures, top_ks, top_ps, device)
+        counts = assert_kept(strided(logits, device), rows)
+        if name == "equal":
+            assert counts == [LARGE] * len(counts)
+
+
+@few_examples
+@given(seed=seeds_of_tests, size=sizes, data=st.data())
+def test_kept_set_of_random_rows(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], seed: int, size: int, data: st.DataObject
+) -> None:
+    dtype = data.draw(st.sampled_from(dtypes))
+    gen = generator(seed)
+    scales = 10.0 ** (torch.rand(3, 1, generator=gen) * 5 - 3)
+    logits = torch.randn(3, size, generator=gen) * scales + torch.randn(3, 1, generator=gen) * 5
+    if data.draw(st.booleans()):
+        logits = logits.round(decimals=1)  # ties
+    temperatures = (torch.rand(3, generator=gen) * 2 + 0.05).tolist()
+    top_ks = torch.randint(-1, size + 2, (3,), generator=gen).tolist()
+    top_ps = torch.rand(3, generator=gen).clamp(min=0.01).tolist()
+    top_ps[seed % 3] = 1.0
+    rows = Rows(temperatures, top_ks, top_ps, device, seed)
+    logits = strided(logits.to(dtype), device)
+    assert_kept(logits, rows)
+
+
+def test_edges_of_top_k_and_top_p(device: torch.device) -> None:
+    halves = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()[torch.tensor([3, 1, 0, 4, 2])]
+    cases = [  # top_k, top_p, kept
+        (0, 1.0, 5),
+        (0, 0.499, 1),
+        (0, 0.501, 2),
+        (0, 0.751, 3),
+        (0, 0.876, 5),  # the two smallest are equal: both or none
+        (0, 0.0, 1),
+        (0, -1.0, 1),
+        (0, 1.5, 5),
+        (1, 1.0, 1),
+        (4, 1.0, 5),  # equals of the fourth stay with it
+        (5, 1.0, 5),
+        (6, 1.0, 5),
+        (-1, 1.0, 5),
+        (2, 0.66, 1),  # 0.5 is two thirds of what the top 2 hold
+        (2, 0.67, 2),
+        (3, 0.999, 3),
+    ]
+    rows = Rows([1.0] * len(cases), [case[0] for case in cases], [case[1] for case in cases], device)
+    logits = halves.expand(len(cases), -1).contiguous().to(device)
+    kept = logits >= rows.threshold(logits)[:, None]
+    assert kept.sum(dim=1).tolist() == [case[2] for case in cases]
+
+
+def test_both_zeros_are_equal(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        logits = torch.tensor([[-0.0, -1.0, 0.0, -2.0], [0.0, -1.0, -0.0, -2.0]], dtype=dtype, device=device)
+        rows = Rows([1.0, 1.0], [1, 1], [1.0, 0.5], device)
+        assert (logits >= rows.threshold(logits)[:, None]).sum(dim=1).tolist() == [2, 2]
+        assert Rows([0.0, 0.0], [0, 0], [1.0, 1.0], device).pick(logits) == [0, 0]

