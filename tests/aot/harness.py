@@ -28,14 +28,16 @@ class Case:
     Attributes:
         name: unique within its file, for example "qwen3-0.6b".
         build: makes the launches from meta tensors.
+        sized: `build` takes `shared_memory`, the bytes that the target offers, and picks its tiles by it.
         dot: the kernels must use tensor cores.
         may_spill: registers may spill; only for shapes that ship with that on purpose (head_dim above 128).
     """
 
     name: str
-    build: Callable[[], list[Launch]]
+    build: Callable[..., list[Launch]]
     dot: bool = False
     may_spill: bool = False
+    sized: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ class Compiled:
 
 def compile_case(case_key: str, target_name: str) -> list[Compiled]:
     """Compile every launch of a case; runs in a worker process, so it takes and returns plain values."""
-    target = TARGETS[target_name]
-    return [_compile(launch, target) for launch in all_cases()[case_key].build()]
+    case, target = all_cases()[case_key], TARGETS[target_name]
+    launches = case.build(shared_memory=target.shared_limit) if case.sized else case.build()
+    return [_compile(launch, target) for launch in launches]
 
 
 def _compile(launch: Launch, target: Target) -> Compiled:

@@ -176,8 +176,10 @@ def _engine(config: EngineConfig, stats: bool) -> Iterator[LLMEngine]:
     if sys.stderr.isatty():
         say(f"Loading {config.model_name_or_path} ...")
     start = time.perf_counter()
-    from tritonllm import LLMEngine
-
+    with _interrupt_noted() as noted:  # code that runs inside an import may swallow an exception
+        from tritonllm import LLMEngine
+    if noted.is_set():
+        raise KeyboardInterrupt
     with LLMEngine(config) as llm:
         if stats:
             say(f"ready in {time.perf_counter() - start:.2f} s on {llm.config.device}, {llm.config.dtype}")
@@ -275,7 +277,7 @@ def _turn(llm: LLMEngine, messages: list[dict[str, str]], params: SamplingParams
 
 @contextlib.contextmanager
 def _interrupt_noted() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so no step of the engine is cut in half; a second one raises as usual."""
+    """Ctrl-C sets the event, so that what is inside is not cut in half; a second one raises as usual."""
     noted = threading.Event()
 
     def note(*_: object) -> None:

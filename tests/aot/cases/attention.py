@@ -65,10 +65,10 @@ def _attention(
 
 
 CASES = [
-    Case("qwen3-0.6b", partial(_attention, 16, 8, 128, batches=(64,)), dot=True),
-    Case("llama-3.2-1b", partial(_attention, 32, 8, 64, batches=(1,)), dot=True),
-    Case("smollm2-135m", partial(_attention, 9, 3, 64), dot=True),
-    Case("qwen3-8b-blocks-of-16", partial(_attention, 32, 8, 128, block_size=16), dot=True),
-    Case("head-dim-80", partial(_attention, 32, 32, 80), dot=True),
-    Case("head-dim-256", partial(_attention, 8, 1, 256), dot=True, may_spill=True),
+    Case("qwen3-0.6b", partial(_attention, 16, 8, 128, batches=(64,)), dot=True, sized=True),
+    Case("llama-3.2-1b", partial(_attention, 32, 8, 64, batches=(1,)), dot=True, sized=True),
+    Case("smollm2-135m", partial(_attention, 9, 3, 64), dot=True, sized=True),
+    Case("qwen3-8b-blocks-of-16", partial(_attention, 32, 8, 128, block_size=16), dot=True, sized=True),
+    Case("head-dim-80", partial(_attention, 32, 32, 80), dot=True, sized=True),
+    Case("head-dim-256", partial(_attention, 8, 1, 256), dot=True, sized=True, may_spill=True),
 ]
