@@ -24,8 +24,8 @@ test: lint unit interpret aot
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 
 test-full: lint
-	$(RUN) -m pytest tests/unit tests/models tests/plugins
-	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels
+	$(RUN) -m pytest tests/unit tests/models tests/plugins --slow
+	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 

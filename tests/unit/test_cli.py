@@ -180,11 +180,11 @@ class TestGenerate:
         assert re.fullmatch(r"output: 5 tokens, [\d.]+ tokens/s, finish reason: stop", output)
 
     def test_an_answer_that_turns_into_nan_is_an_error(self, run, engine, monkeypatch) -> None:
-        broken = [StreamOutput(0, "H", [1], None), StreamOutput(0, "", [], "error")]
+        broken = [StreamOutput(0, "H", [1], None), StreamOutput(0, "", [], "error", "no number came out")]
         monkeypatch.setattr(engine, "pieces", lambda self, text: iter(broken))
         code, out, err = run("generate", "m", "hi")
         assert (code, out) == (1, "H\n")
-        assert err == "error: the answer broke off, because the model's output was not a number (NaN).\n"
+        assert err == "error: the answer broke off: not a number (NaN).\n"
 
 
 class TestErrors:

@@ -214,14 +214,14 @@ def _answer(
     """Print the completion of one prompt as it comes, until it ends or `stopped()`, and return its text."""
     text = ""
     num_tokens = 0
-    finish_reason: str | None = None
+    finish_reason = error = None
     start = first = time.perf_counter()
     pieces: Iterator[StreamOutput] = llm.stream(prompt_ids, params)
     for piece in pieces:
         if num_tokens == 0:
             first = time.perf_counter()
         num_tokens += len(piece.token_ids)
-        finish_reason = piece.finish_reason
+        finish_reason, error = piece.finish_reason, piece.error
         text += piece.text
         sys.stdout.write(piece.text)
         sys.stdout.flush()
@@ -230,8 +230,8 @@ def _answer(
     seconds = time.perf_counter() - first
     sys.stdout.write("\n")
     sys.stdout.flush()
-    if finish_reason == "error":
-        raise EngineError("the answer broke off, because the model's output was not a number (NaN).")
+    if error is not None:
+        raise EngineError(f"the answer broke off: {error}.")
     if stats:
         # The prompt's step yields the first token, so the others share the time after it.
         rate = f", {(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 else ""

@@ -173,7 +173,8 @@ class EngineConfig:
             computes exactly: its number of positions, or less where a sliding window or dynamic RoPE ends sooner.
         eos: token id or ids that end a text, added to those the checkpoint names.
         enforce_eager: run every decode step without CUDA graphs.
-        gpu_memory_utilization: share of the device's memory that weights, activations and KV pool may take.
+        gpu_memory_utilization: share of the memory free once the weights are loaded that the engine may take: KV pool,
+            activations and graphs.
         dtype: of weights and activations. "auto" is float32 on a CPU, on a GPU the checkpoint's (bfloat16 if dummy).
         device: "auto" is a CUDA device if there is one.
         load_format: "dummy" fills the model with random weights and looks nothing up.

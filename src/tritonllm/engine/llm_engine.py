@@ -165,11 +165,14 @@ class LLMEngine:
         """Token ids of a conversation, ending where the answer begins.
 
         Raises:
-            RequestError: the checkpoint has no tokenizer or no chat template.
+            RequestError: the checkpoint has no tokenizer or no chat template, or the template refuses the messages.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise RequestError("this checkpoint has no chat template; use generate() with a plain prompt")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+            raise RequestError(f"the chat template does not take these messages: {error}") from error
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stats(self) -> dict[str, int]:
@@ -281,7 +284,7 @@ class LLMEngine:
                     text = detokenizers[index].add(token_ids, last=seq.is_finished)
                     if seq.is_finished:
                         live.remove(index)
-                    yield StreamOutput(index, text, token_ids, seq.finish_reason)
+                    yield StreamOutput(index, text, token_ids, seq.finish_reason, seq.error)
 
 
 def _engine_config(config: Mapping[str, Any] | EngineConfig | str, keys: dict[str, Any]) -> EngineConfig:

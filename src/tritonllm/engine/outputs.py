@@ -61,9 +61,11 @@ class StreamOutput:
         text: the text that became complete; "" while a character is not.
         token_ids: the tokens read since the last piece.
         finish_reason: None until the last piece of this prompt.
+        error: one sentence if the reason is "error".
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    error: str | None = None

@@ -1,0 +1,109 @@
+"""Every batch has a bucket, padding stays padding, and a replay is the very same step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tritonllm import SamplingParams
+from tritonllm.engine.cuda_graphs import DecodeGraphs, bucket_sizes
+from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER
+
+PROMPTS = [[2, 3, 4], [9] * 20, [7], [11, 12], [13] * 40, [14], [15] * 17, [16] * 16]
+LENGTHS = [5, 9, 17, 33, 2, 30, 11, 26]
+
+
+class GraphDouble:
+    """Stands for a captured graph: a replay runs the step again, with sizes and tensors as they were at capture."""
+
+    def __init__(self, runner, size: int, plain: bool) -> None:
+        self.runner, self.size, self.plain = runner, size, plain
+        self.addresses = self.static_addresses()
+        self.replays = 0
+
+    def static_addresses(self) -> list[int]:
+        runner = self.runner
+        tensors = [runner.rows, runner.sampled, runner.pool.data, *vars(runner.workspace).values()]
+        tensors += list(runner.model.parameters())
+        return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+    def replay(self) -> None:
+        assert self.static_addresses() == self.addresses, "a replay would read memory that is no longer in use"
+        self.replays += 1
+        self.runner._decode(self.size, self.plain)
+
+
+def with_doubles(engine) -> dict[tuple[int, bool], GraphDouble]:
+    graphs = engine.runner.graphs
+    doubles = {(size, plain): GraphDouble(engine.runner, size, plain) for size in graphs.buckets for plain in (0, 1)}
+    graphs._graphs.update(doubles)
+    graphs.forward = None  # every step must find a graph
+    return doubles
+
+
+@pytest.mark.parametrize("limit", [*range(1, 70), 96, 97, 100, 255, 256, 257, 520])
+def test_every_batch_has_a_bucket_and_the_limit_is_one(limit: int) -> None:
+    graphs = DecodeGraphs(lambda rows, plain: None, limit)
+    assert graphs.buckets[-1] == limit
+    assert graphs.buckets == sorted(set(graphs.buckets))
+    for rows in range(1, limit + 1):
+        bucket = graphs.bucket(rows)
+        assert rows <= bucket <= limit
+        assert bucket <= max(2 * rows - 1, rows + 15)
+
+
+def test_buckets_are_the_documented_ones() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(16) == [1, 2, 4, 8, 16]
+    assert bucket_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert bucket_sizes(64) == [1, 2, 4, 8, 16, 32, 48, 64]
+
+
+def test_without_a_graph_the_step_is_called_at_its_padded_size() -> None:
+    calls = []
+    graphs = DecodeGraphs(lambda rows, plain: calls.append((rows, plain)), 12)
+    for rows in (1, 3, 8, 9, 12):
+        graphs.run(rows, True)
+    assert calls == [(1, True), (4, True), (8, True), (12, True), (12, True)]
+
+
+@pytest.mark.parametrize("limit", [3, 8])
+def test_replayed_steps_give_the_tokens_of_eager_ones(make_engine, limit: int) -> None:
+    params = [
+        SamplingParams(temperature=index % 2, top_k=9 if n < 20 else 0, max_tokens=n, ignore_eos=True, seed=index)
+        for index, n in enumerate(LENGTHS)
+    ]
+    eager = make_engine(max_num_sequences=limit, enforce_eager=True).generate(PROMPTS, params)
+    engine = make_engine(max_num_sequences=limit)
+    doubles = with_doubles(engine)
+    assert engine.generate(PROMPTS, params) == eager
+    used = {key for key, double in doubles.items() if double.replays}
+    assert {size for size, _ in used} == set(engine.runner.graphs.buckets)
+    assert {plain for _, plain in used} == {0, 1}
+
+
+def test_padding_writes_no_block_and_its_state_stays_empty(make_engine) -> None:
+    engine = make_engine(max_num_sequences=8, max_num_batched_tokens=256)
+    runner = engine.runner
+    forward = runner.graphs.forward
+    sizes = []
+
+    def checked(size: int, plain: bool) -> None:
+        rows = runner.rows[:size].clone()
+        before = runner.pool.data.clone()
+        forward(size, plain)
+        live = rows[:, CONTEXT_LEN] > 0
+        sizes.append((int(live.sum()), size))
+        assert not runner.rows[:size][~live, CONTEXT_LEN].any()
+        changed = (runner.pool.data != before).flatten(4).any(-1).any(0).any(0)  # [blocks, block_size]
+        expected = torch.zeros_like(changed)
+        for row in rows[live]:
+            position = int(row[CONTEXT_LEN]) - 1
+            expected[row[HEADER + position // 16], position % 16] = True
+        assert torch.equal(changed, expected)
+
+    runner.graphs.forward = checked
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in LENGTHS]
+    engine.generate(PROMPTS, params)
+    assert any(live < size for live, size in sizes)
+    assert {live for live, _ in sizes} >= {1, 3, 5, 7, 8}

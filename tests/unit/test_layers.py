@@ -1,0 +1,181 @@
+"""The kit that model files are built from, layer by layer against plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tritonllm import ModelConfig, RopeConfig
+from tritonllm.errors import CheckpointError, ConfigError
+from tritonllm.models.layers import (
+    GatedMLP,
+    LMHead,
+    QKVLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    TPGroup,
+    VocabEmbedding,
+)
+from tritonllm.models.linear import vocab_shard
+from tritonllm.models.tensor_parallel import TPGroup as Group
+
+CONFIG = ModelConfig(
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=36,
+    num_layers=1,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=64,
+    rms_norm_eps=1e-5,
+    attention_scale=8**-0.5,
+    rope=RopeConfig(8, 64),
+    mlp_bias=True,
+)
+ONE = TPGroup()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def fill(module) -> dict[tuple[str, str | None], torch.Tensor]:
+    """Load random whole tensors into a module, as the weight loader does; returns them by leaf and slot."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for leaf, slot, shape in module.checkpoint_tensors():
+        tensors[leaf, slot] = torch.randn(shape, generator=generator)
+        module.load_tensor(leaf, slot, tensors[leaf, slot])
+    return tensors
+
+
+def test_rms_norm() -> None:
+    norm = RMSNorm(24, 1e-5)
+    norm.weight.copy_(torch.randn(24))
+    x, residual = torch.randn(2, 5, 24).unbind()
+    expected = F.rms_norm(x, (24,), norm.weight, 1e-5)
+    torch.testing.assert_close(norm(x), expected)
+    total = x + residual
+    torch.testing.assert_close(norm(x, residual), F.rms_norm(total, (24,), norm.weight, 1e-5))
+    torch.testing.assert_close(residual, total)  # in place
+
+
+def test_qkv_is_three_products_stacked() -> None:
+    layer = QKVLinear(24, 6, 2, 8, True, ONE)
+    tensors = fill(layer)
+    x = torch.randn(5, 24)
+    parts = [F.linear(x, tensors["weight", slot], tensors["bias", slot]) for slot in "qkv"]
+    assert [part.shape[1] for part in parts] == [48, 16, 16]
+    torch.testing.assert_close(layer(x), torch.cat(parts, 1))
+
+
+def test_gated_mlp() -> None:
+    mlp = GatedMLP(CONFIG, ONE)
+    gate_up, down = fill(mlp.gate_up_proj), fill(mlp.down_proj)
+    x = torch.randn(5, 24)
+    gate, up = (F.linear(x, gate_up["weight", slot], gate_up["bias", slot]) for slot in ("gate", "up"))
+    expected = F.linear(F.silu(gate) * up, down["weight", None], down["bias", None])
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_embedding_and_head() -> None:
+    embedding, head = VocabEmbedding(50, 24, ONE), LMHead(50, 24, ONE)
+    rows, columns = fill(embedding)["weight", None], fill(head)["weight", None]
+    ids = torch.tensor([0, 49, 7], dtype=torch.int32)
+    assert torch.equal(embedding(ids), rows[ids.long()])
+    hidden = torch.randn(3, 24)
+    torch.testing.assert_close(head(hidden), hidden @ columns.T)
+
+
+def test_a_tied_head_shares_the_parameter_and_asks_for_no_tensor() -> None:
+    embedding = VocabEmbedding(50, 24, ONE)
+    head = LMHead(50, 24, ONE, weight=embedding.weight)
+    assert head.weight is embedding.weight
+    assert list(head.checkpoint_tensors()) == []
+
+
+def test_the_head_picks_what_its_logits_say() -> None:
+    head = LMHead(50, 24, ONE)
+    fill(head)
+    hidden = torch.randn(4, 24)
+    picked = head.pick_tokens(
+        hidden, torch.zeros(4), torch.zeros(4, 2, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    )
+    assert picked.tolist() == head(hidden).argmax(1).tolist()
+
+
+def test_the_rotary_table_is_no_parameter_and_is_not_stored() -> None:
+    rotary = RotaryEmbedding(CONFIG.rope, 64)
+    assert rotary.cos_sin.shape == (64, 8)
+    assert rotary.cos_sin.dtype == torch.float32
+    assert not rotary.state_dict()
+    assert not list(rotary.parameters())
+
+
+def test_a_tensor_of_another_shape_is_refused() -> None:
+    layer = QKVLinear(24, 6, 2, 8, False, ONE)
+    with pytest.raises(CheckpointError, match=r"weight has shape \[16, 24\], the configuration asks for \[48, 24\]"):
+        layer.load_tensor("weight", "q", torch.zeros(16, 24))
+    with pytest.raises(CheckpointError, match="no slot 'gate' here"):
+        layer.load_tensor("weight", "gate", torch.zeros(16, 24))
+
+
+class TestShards:
+    """Layers take their group from the start; the parts of all ranks together are the whole layer."""
+
+    def test_column_parts_side_by_side_are_the_whole(self) -> None:
+        x = torch.randn(5, 24)
+        whole = QKVLinear(24, 6, 2, 8, True, ONE)
+        fill(whole)
+        q, k, v = whole(x).split([48, 16, 16], 1)
+        for rank in range(2):
+            part = QKVLinear(24, 6, 2, 8, True, Group(rank, 2))
+            fill(part)
+            expected = [tensor.chunk(2, 1)[rank] for tensor in (q, k, v)]
+            torch.testing.assert_close(part(x), torch.cat(expected, 1))
+
+    def test_row_parts_add_up_and_the_bias_counts_once(self) -> None:
+        x = torch.randn(5, 36)
+        whole = RowLinear(36, 24, True, ONE)
+        fill(whole)
+        total = torch.zeros(5, 24)
+        for rank in range(3):
+            part = RowLinear(36, 24, True, Group(rank, 3))
+            fill(part)
+            total += part(x[:, rank * 12 : (rank + 1) * 12])
+        torch.testing.assert_close(total, whole(x))
+
+    def test_embedding_parts_add_up_over_a_vocabulary_that_does_not_divide(self) -> None:
+        ids = torch.tensor([0, 3, 19, 20, 39, 40, 49])
+        whole = VocabEmbedding(50, 24, ONE)
+        fill(whole)
+        total = torch.zeros(7, 24)
+        for rank in range(3):
+            part = VocabEmbedding(50, 24, Group(rank, 3))
+            fill(part)
+            total += part(ids)
+        torch.testing.assert_close(total, whole(ids))
+
+    def test_few_key_heads_are_replicated(self) -> None:
+        starts = [Group(rank, 4).split_kv_heads(2) for rank in range(4)]
+        assert starts == [(0, 1), (0, 1), (1, 1), (1, 1)]
+        assert Group(1, 2).split_kv_heads(2) == (1, 1)
+
+    @pytest.mark.parametrize(("count", "size"), [(28, 8), (14, 4), (18_944, 3), (1, 2)])
+    def test_what_does_not_divide_is_refused(self, count: int, size: int) -> None:
+        with pytest.raises(ConfigError, match=f"num_heads = {count} cannot be split over world_size = {size}"):
+            Group(0, size).split(count, "num_heads")
+
+    @pytest.mark.parametrize("vocab_size", [50, 512, 151_643, 151_936])
+    @pytest.mark.parametrize("size", [1, 2, 4, 8])
+    def test_vocabulary_shards_cover_it_in_multiples_of_four(self, vocab_size: int, size: int) -> None:
+        shards = [vocab_shard(vocab_size, Group(rank, size)) for rank in range(size)]
+        assert shards[0][0] == 0
+        assert all(start + length == after for (start, length), (after, _) in zip(shards, shards[1:], strict=False))
+        assert shards[-1][0] + shards[-1][1] >= vocab_size
+        assert all(start % 4 == 0 for start, _ in shards)
