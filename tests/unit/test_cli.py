@@ -184,7 +184,7 @@ class TestGenerate:
         monkeypatch.setattr(engine, "pieces", lambda self, text: iter(broken))
         code, out, err = run("generate", "m", "hi")
         assert (code, out) == (1, "H\n")
-        assert err == "error: the answer broke off: not a number (NaN).\n"
+        assert err == "error: the answer broke off: no number came out.\n"
 
 
 class TestErrors:
