@@ -74,7 +74,9 @@ def test_files_are_short(path: Path) -> None:
     ],
 )
 def test_light_imports_leave_the_heavy_packages_out(statement: str) -> None:
-    code = f"{statement}\nimport sys\nprint([name for name in ('torch', 'triton', 'transformers') if name in sys.modules])"
+    code = (
+        f"{statement}\nimport sys\nprint([name for name in ('torch', 'triton', 'transformers') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "[]\n"
 

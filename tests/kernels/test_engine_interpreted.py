@@ -1,0 +1,55 @@
+"""A whole engine on the real kernels: tiny models give the greedy tokens that transformers gives.
+
+Small on purpose (two layers, a few tokens): a program instance of the interpreter costs some twenty milliseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tritonllm import LLMEngine, SamplingParams
+from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
+
+PROMPTS = [[5, 6, 7, 8], [9, 10]]
+NUM_TOKENS = 4
+
+CASES = {
+    "grouped heads, tied, linear rope": ("llama", {"rope": "linear", "tie_word_embeddings": True}),
+    "q and k norm": ("qwen3", {"heads": "4/4x32"}),
+    "bias, 80 wide heads": ("qwen2", {"heads": "8/1x80"}),
+}
+
+
+def greedy(twin: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(twin(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, device: torch.device, case: str) -> None:
+    family, arguments = CASES[case]
+    twin = save_tiny_checkpoint(tiny_hf_config(family, num_hidden_layers=2, **arguments), tmp_path)
+    keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLMEngine(str(tmp_path), device=device.type, **keys) as engine:
+        tokens = engine.generate(PROMPTS, params)["token_ids"]
+    assert tokens == [greedy(twin, prompt) for prompt in PROMPTS]
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(tmp_path, device: torch.device) -> None:
+    save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=1, vocab_size=300), tmp_path)
+    keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}
+    sampled = {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True}
+    params = [SamplingParams(**sampled, seed=1), SamplingParams(**sampled, seed=2, top_k=20, top_p=0.9)]
+    with LLMEngine(str(tmp_path), device=device.type, **keys) as engine:
+        together = engine.generate(PROMPTS, params)["token_ids"]
+        alone = [
+            engine.generate([prompt], param)["token_ids"][0] for prompt, param in zip(PROMPTS, params, strict=True)
+        ]
+    assert together == alone
