@@ -119,9 +119,14 @@ class TestLocal:
         with pytest.raises(CheckpointError, match=r"config\.json"):
             open_checkpoint(path)
 
-    def test_a_folder_without_a_tokenizer_says_what_to_do(self, tmp_path):
+    def test_a_folder_without_a_tokenizer_has_none(self, tmp_path):
+        assert open_checkpoint(folder(tmp_path / "Tiny-1M")).load_tokenizer() is None
+
+    def test_a_tokenizer_that_cannot_be_built_says_what_to_do(self, tmp_path):
+        path = folder(tmp_path / "Tiny-1M")
+        (path / "tokenizer.json").write_text("{}")
         with pytest.raises(CheckpointError, match="Name another folder or hub id with `tokenizer`"):
-            open_checkpoint(folder(tmp_path / "Tiny-1M")).load_tokenizer()
+            open_checkpoint(path).load_tokenizer()
 
 
 class TestPackaged:

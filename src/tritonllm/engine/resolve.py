@@ -47,7 +47,7 @@ class ResolvedModel:
         spec: the model family.
         config: the model.
         checkpoint: where weights and tokenizer come from, None for dummy weights.
-        tokenizer: a transformers tokenizer, None for dummy weights.
+        tokenizer: a transformers tokenizer, None for dummy weights and for a checkpoint without one.
     """
 
     engine: EngineConfig

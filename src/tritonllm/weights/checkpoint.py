@@ -17,6 +17,7 @@ GENERATION_CONFIG = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class Checkpoint(Protocol):
@@ -42,7 +43,10 @@ class Checkpoint(Protocol):
         """Stream every tensor with its Hugging Face name, whole, on the CPU; nothing is kept once it is yielded."""
 
     def load_tokenizer(self, tokenizer: str | None = None) -> Any:
-        """The transformers tokenizer of the checkpoint, or of the folder or hub id given instead."""
+        """The transformers tokenizer of the checkpoint, or of the folder or hub id given instead.
+
+        None if the checkpoint has none and no other is given: token ids can still be served.
+        """
 
 
 class SafetensorsCheckpoint:
@@ -80,6 +84,8 @@ class SafetensorsCheckpoint:
                 ) from error
 
     def load_tokenizer(self, tokenizer: str | None = None) -> Any:
+        if tokenizer is None and not any((self.path / name).is_file() for name in TOKENIZER_FILES):
+            return None
         return load_tokenizer(tokenizer or str(self.path))
 
 
