@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ def bucket_sizes(max_rows: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, 8, multiples of 16, and the limit itself always."""
     sizes = [size for size in (1, 2, 4, 8, *range(16, max_rows, 16)) if size < max_rows]
     return [*sizes, max_rows]
+
+
+def capture(call: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture a call that touches static buffers alone; it runs once before, which compiles what it needs.
+
+    Args:
+        pool: memory to share with graphs that never run at the same time, None for memory of its own.
+    """
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        call()
+    return graph
 
 
 class DecodeGraphs:
@@ -47,11 +62,7 @@ class DecodeGraphs:
         """
         for size in sorted(buckets if buckets is not None else self.buckets, reverse=True):
             for plain in (False, True):
-                self.forward(size, plain)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
-                    self.forward(size, plain)
+                graph = capture(partial(self.forward, size, plain), self._pool)
                 self._pool = self._pool or graph.pool()
                 self._graphs[size, plain] = graph
 

@@ -8,11 +8,13 @@ import torch
 
 from tritonllm.engine.plan import PrefillChunk, RowUpdate
 from tritonllm.engine.sequence import RowSampling
-from tritonllm.engine.upload import float_bits, seed_words, upload
+from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device, upload
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
 from tritonllm.kernels.prefill_attention import prefill_tiles
 from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+
+_BEHIND_EVERY_QUERY = 2**30
 
 
 @dataclass(frozen=True)
@@ -90,61 +92,133 @@ def _slots(table: list[int], start: int, stop: int, block_size: int) -> list[int
     return slots
 
 
-def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device) -> StepInputs:
-    """Inputs of prompt chunks, at least one; `tile_rows` is what `prefill_tile_rows` gives for the model."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    cu_seqlens = [0]
-    last_tokens = []
-    next_positions = []
-    headers: list[int] = []
-    plain = True
-    for chunk in chunks:
-        ids += chunk.token_ids
-        positions += range(chunk.start, chunk.context_len)
-        slots += _slots(chunk.block_table, chunk.start, chunk.context_len, block_size)
-        cu_seqlens.append(len(ids))
-        if chunk.sample:
-            last_tokens.append(len(ids) - 1)
-            next_positions.append(chunk.context_len)
-            headers += _header(-1, chunk.context_len, chunk.sampling)
-            plain = plain and chunk.sampling.is_plain
-    context_lens = [chunk.context_len for chunk in chunks]
-    # A query reads keys up to its own position only: later blocks of the table are not needed.
-    width = max(-(-length // block_size) for length in context_lens)
-    width += -width % 16
-    tables = [
-        block_id
-        for chunk in chunks
-        for block_id in (chunk.block_table[:width] + [0] * (width - len(chunk.block_table)))
-    ]
-    tiles = prefill_tiles([len(chunk.token_ids) for chunk in chunks], context_lens, tile_rows)
-    tensors = upload(
-        [
+@dataclass(frozen=True)
+class PrefillLayout:
+    """Where the inputs of a prefill lie in one int32 buffer, which is all that is sent to the device.
+
+    What the chunks at hand leave over is padding: tokens of id 0 that are stored nowhere, sequences without queries,
+    tiles that start behind every query, and greedy rows whose token nobody reads.
+
+    Attributes:
+        num_tokens: T.
+        num_seqs: B.
+        table_width: blocks in a row of the block tables.
+        num_tiles: programs of the attention kernel for each head.
+        num_sampled: N, rows that get a next token.
+        tile_rows: query rows of a tile.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    table_width: int
+    num_tiles: int
+    num_sampled: int
+    tile_rows: int
+
+    @classmethod
+    def for_chunks(cls, chunks: list[PrefillChunk], block_size: int, tile_rows: int) -> PrefillLayout:
+        """The layout that these chunks fill exactly, but for the width of the tables, a multiple of 16."""
+        # A query reads keys up to its own position only, so later blocks of a table are not needed.
+        width = max(-(-chunk.context_len // block_size) for chunk in chunks)
+        return cls(
+            num_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+            num_seqs=len(chunks),
+            table_width=-(-width // 16) * 16,
+            num_tiles=sum(-(-len(chunk.token_ids) // tile_rows) for chunk in chunks),
+            num_sampled=sum(chunk.sample for chunk in chunks),
+            tile_rows=tile_rows,
+        )
+
+    def holds(self, other: PrefillLayout) -> bool:
+        """Whether chunks of the other layout fit here."""
+        return (
+            other.num_tokens <= self.num_tokens
+            and other.num_seqs <= self.num_seqs
+            and other.table_width <= self.table_width
+            and other.num_tiles <= self.num_tiles
+            and other.num_sampled <= self.num_sampled
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Integers of each section, in the order of `pack`."""
+        tokens, seqs, sampled = self.num_tokens, self.num_seqs, self.num_sampled
+        tables = seqs * self.table_width
+        return [tokens, tokens, tokens, tables, seqs + 1, seqs, 2 * self.num_tiles, sampled, sampled, sampled * HEADER]
+
+    def pack(self, chunks: list[PrefillChunk], block_size: int) -> list[int]:
+        """The buffer's contents for chunks that fit."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        tables: list[int] = []
+        cu_seqlens = [0]
+        last_tokens: list[int] = []
+        next_positions: list[int] = []
+        headers: list[int] = []
+        for chunk in chunks:
+            ids += chunk.token_ids
+            positions += range(chunk.start, chunk.context_len)
+            slots += _slots(chunk.block_table, chunk.start, chunk.context_len, block_size)
+            table = chunk.block_table[: self.table_width]
+            tables += table + [0] * (self.table_width - len(table))
+            cu_seqlens.append(len(ids))
+            if chunk.sample:
+                last_tokens.append(len(ids) - 1)
+                next_positions.append(chunk.context_len)
+                headers += _header(-1, chunk.context_len, chunk.sampling)
+        context_lens = [chunk.context_len for chunk in chunks]
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        tiles = [value for tile in prefill_tiles(query_lens, context_lens, self.tile_rows) for value in tile]
+        tiles += [0, _BEHIND_EVERY_QUERY] * (self.num_tiles - len(tiles) // 2)
+        sections = [
             ids,
             positions,
             slots,
             tables,
             cu_seqlens,
             context_lens,
-            [value for tile in tiles for value in tile],
+            tiles,
             last_tokens,
             next_positions,
             headers,
-        ],
-        device,
-    )
-    attn = PrefillMetadata(
-        slot_mapping=tensors[2],
-        block_tables=tensors[3].view(len(chunks), width),
-        cu_seqlens_q=tensors[4],
-        context_lens=tensors[5],
-        tiles=tensors[6].view(-1, 2),
-        tile_rows=tile_rows,
-    )
-    sampling = SamplingRows.of(tensors[9].view(-1, HEADER)) if headers else None
-    return StepInputs(True, tensors[0], tensors[1], attn, tensors[7], tensors[8], sampling, plain)
+        ]
+        padding = [0, 0, -1, 0, len(ids), 0, 0, 0, 0, 0]
+        flat: list[int] = []
+        for section, size, value in zip(sections, self.sizes, padding, strict=True):
+            flat += section
+            flat += [value] * (size - len(section))
+            flat += [0] * (-len(flat) % ALIGNMENT)
+        return flat
+
+    def inputs(self, buffer: torch.Tensor, plain: bool) -> StepInputs:
+        """Views of a device buffer of this layout."""
+        views = []
+        start = 0
+        for size in self.sizes:
+            views.append(buffer[start : start + size])
+            start += -(-size // ALIGNMENT) * ALIGNMENT
+        attn = PrefillMetadata(
+            slot_mapping=views[2],
+            block_tables=views[3].view(self.num_seqs, self.table_width),
+            cu_seqlens_q=views[4],
+            context_lens=views[5],
+            tiles=views[6].view(self.num_tiles, 2),
+            tile_rows=self.tile_rows,
+        )
+        sampling = SamplingRows.of(views[9].view(self.num_sampled, HEADER)) if self.num_sampled else None
+        return StepInputs(True, views[0], views[1], attn, views[7], views[8], sampling, plain)
+
+
+def are_plain(chunks: list[PrefillChunk]) -> bool:
+    """Whether every token that these chunks sample is greedy or of plain temperature."""
+    return all(chunk.sampling.is_plain for chunk in chunks if chunk.sample)
+
+
+def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device) -> StepInputs:
+    """Inputs of prompt chunks, at least one; `tile_rows` is what `prefill_tile_rows` gives for the model."""
+    layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows)
+    return layout.inputs(to_device(layout.pack(chunks, block_size), device), are_plain(chunks))
 
 
 def decode_inputs(

@@ -16,6 +16,7 @@ from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.engine.inputs import SamplingRows, StepInputs, decode_inputs, pack_row, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.plan import PrefillChunk, StepPlan, plan_of, prefill_chunk, row_update
+from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.sequence import RowSampling, Sequence
 from tritonllm.engine.upload import upload
@@ -61,6 +62,7 @@ class ModelRunner:
         self._thread = threading.local()
         self._unread: deque[tuple[torch.Tensor, Any, StepPlan]] = deque()
         self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
+        self.prefill_graphs = self.make_prefill_graphs(self.device.type == "cuda" and not self.config.enforce_eager)
         self.num_blocks = 0
         if self.device.type == "cuda":
             self._size_by_measuring()
@@ -91,9 +93,11 @@ class ModelRunner:
             before = torch.cuda.mem_get_info()[0]
             if not self.config.enforce_eager:
                 self.graphs.capture([self.max_num_rows])
+                self.prefill_graphs.capture()
             torch.cuda.synchronize()
             graphs = max(before - torch.cuda.mem_get_info()[0], 0)
             self.graphs.reset()
+            self.prefill_graphs.reset()
             torch.cuda.empty_cache()
             self.allocate_kv_cache(activations, graphs)
             if self.config.enforce_eager:
@@ -140,8 +144,18 @@ class ModelRunner:
         self.pool = self._new_pool(self.num_blocks)
 
     def capture_cudagraph(self) -> None:
-        """Capture the decode step of every bucket."""
+        """Capture the decode step of every bucket, and short prefills."""
         self.graphs.capture()
+        self.prefill_graphs.capture()
+
+    def make_prefill_graphs(self, padded: bool) -> PrefillGraphs:
+        """What runs prompt chunks: short ones padded to a few sizes that can be captured, or each as it is."""
+        layouts = []
+        if padded:
+            table_width = self.rows.shape[1] - HEADER
+            budget = self.config.max_num_batched_tokens
+            layouts = prefill_layouts(budget, self.max_num_rows, table_width, self.tile_rows)
+        return PrefillGraphs(self._prefill, layouts, self.block_size, self.tile_rows, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.resolved.config, num_blocks, self.block_size, self.num_kv_heads, self.dtype, self.device)
@@ -155,8 +169,7 @@ class ModelRunner:
         if plan.num_decode_rows:
             self.graphs.run(plan.num_decode_rows, plan.plain_decode)
         if plan.chunks:
-            inputs = prefill_inputs(plan.chunks, self.block_size, self.tile_rows, self.device)
-            self._prefill(inputs)
+            self.prefill_graphs.run(plan.chunks)
         on_gpu = self.device.type == "cuda"
         host = torch.empty_like(self.sampled, device="cpu", pin_memory=on_gpu)
         host.copy_(self.sampled, non_blocking=True)
@@ -301,6 +314,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graphs.reset()
+        self.prefill_graphs.reset()
         self._unread.clear()
         for name in ("model", "_head", "pool", "rows", "sampled", "workspace"):
             self.__dict__.pop(name, None)

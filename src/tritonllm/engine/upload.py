@@ -7,7 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-_ALIGNMENT = 16  # ints: every section starts at a multiple of 64 bytes, so that kernels see aligned pointers
+ALIGNMENT = 16
+"""Integers: a section starts at a multiple of 64 bytes, so that every kernel sees an aligned pointer."""
+
+
+def on_host(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32 `[len(values)]` on the host, pinned if it is meant for a GPU."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32 `[len(values)]` on the device, in a transfer that the host does not wait for."""
+    return on_host(values, device).to(device, non_blocking=True)
 
 
 def upload(sections: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
@@ -19,11 +30,10 @@ def upload(sections: Sequence[Sequence[int]], device: torch.device) -> list[torc
     flat: list[int] = []
     starts = []
     for section in sections:
-        flat.extend([0] * (-len(flat) % _ALIGNMENT))
+        flat.extend([0] * (-len(flat) % ALIGNMENT))
         starts.append(len(flat))
         flat.extend(section)
-    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
-    buffer = host.to(device, non_blocking=True)
+    buffer = to_device(flat, device)
     return [buffer[start : start + len(section)] for start, section in zip(starts, sections, strict=True)]
 
 

@@ -1,0 +1,93 @@
+"""Short prefills, captured: the host would need longer to launch their kernels than the device to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tritonllm.engine.cuda_graphs import capture
+from tritonllm.engine.inputs import PrefillLayout, StepInputs, are_plain, prefill_inputs
+from tritonllm.engine.plan import PrefillChunk
+from tritonllm.engine.upload import on_host, to_device
+
+TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512)
+MAX_SEQS = 8
+MAX_TABLE_WIDTH = 256
+
+
+def prefill_layouts(max_tokens: int, max_seqs: int, table_width: int, tile_rows: int) -> list[PrefillLayout]:
+    """Layouts worth capturing under these limits, smallest first."""
+    seqs = min(max_seqs, MAX_SEQS)
+    width = min(-(-table_width // 16) * 16, MAX_TABLE_WIDTH)
+    return [
+        PrefillLayout(tokens, seqs, width, -(-tokens // tile_rows) + seqs, seqs, tile_rows)
+        for tokens in TOKEN_BUCKETS
+        if tokens <= max_tokens
+    ]
+
+
+class PrefillGraphs:
+    """Runs prompt chunks in the smallest layout that holds them, or in one of their own.
+
+    A layout's inputs lie in a static buffer, padded, so one upload and one replay are all that a short prefill costs.
+    Where nothing was captured, the same padded call is made; without layouts nothing is padded.
+
+    Args:
+        forward: runs a prefill on the inputs given.
+        layouts: smallest first.
+        block_size: tokens a cache block holds.
+        tile_rows: query rows of a tile, for chunks that fit no layout.
+        device: where the inputs lie.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StepInputs], None],
+        layouts: list[PrefillLayout],
+        block_size: int,
+        tile_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.layouts = layouts
+        self.block_size = block_size
+        self.tile_rows = tile_rows
+        self.device = device
+        self._buffers = [to_device(layout.pack([], block_size), device) for layout in layouts]
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
+
+    def capture(self) -> None:
+        """Capture every layout with both ends of the model, largest first, on buffers that hold padding alone."""
+        for index in reversed(range(len(self.layouts))):
+            for plain in (False, True):
+                graph = capture(self._call(index, plain), self._pool)
+                self._pool = self._pool or graph.pool()
+                self._graphs[index, plain] = graph
+
+    def run(self, chunks: list[PrefillChunk]) -> None:
+        """Run prompt chunks, at least one."""
+        needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tile_rows)
+        index = next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
+        if index is None:
+            self.forward(prefill_inputs(chunks, self.block_size, self.tile_rows, self.device))
+            return
+        packed = on_host(self.layouts[index].pack(chunks, self.block_size), self.device)
+        self._buffers[index].copy_(packed, non_blocking=True)
+        plain = are_plain(chunks)
+        graph = self._graphs.get((index, plain))
+        if graph is None:
+            self._call(index, plain)()
+        else:
+            graph.replay()
+
+    def reset(self) -> None:
+        """Drop every graph and the memory behind them."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _call(self, index: int, plain: bool) -> Callable[[], None]:
+        return partial(self.forward, self.layouts[index].inputs(self._buffers[index], plain))
