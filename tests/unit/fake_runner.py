@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.sequence import Sequence
+from tritonllm.engine.sequence import Sequence, SequenceStatus
+
+NAN = -1
+"""What a slot holds once NaN was written to it."""
 
 
-def next_token(tokens: list[int], vocab: int = 97) -> int:
+def next_token(tokens: list[int], vocab: int = 97, seed: int = 0) -> int:
     """The token that the pretend model gives after `tokens`: any wrong or missing one changes it."""
-    state = 7
+    state = 7 + seed
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
     return state % vocab
+
+
+def expected_completion(prompt: list[int], num_tokens: int, eos: int | None = None) -> list[int]:
+    """What the pretend model completes, without blocks, rows or batches."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == eos:
+            break
+    return tokens[len(prompt) :]
 
 
 class FakeRunner:
@@ -30,45 +46,61 @@ class FakeRunner:
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _read(self, table: list[int], length: int) -> list[int]:
+    def _write(self, table: list[int], position: int, token: int, written: set[int]) -> None:
+        slot = self._slot(table, position)
+        assert slot not in written, "two tokens of one step share a slot"
+        assert self.slots[slot] != NAN, "a block was handed out again that may hold NaN"
+        written.add(slot)
+        self.slots[slot] = token
+
+    def _next(self, table: list[int], length: int, seed: int) -> int:
         tokens = [self.slots[self._slot(table, position)] for position in range(length)]
         assert None not in tokens, "an unwritten slot was read"
-        return tokens  # type: ignore[return-value]
+        assert NAN not in tokens, "a slot was read that may hold NaN"
+        return next_token(tokens, seed=seed)  # type: ignore[arg-type]
+
+    def poison(self, block_ids: list[int]) -> None:
+        """NaN was written to these blocks."""
+        for block_id in block_ids:
+            self.slots[block_id * self.block_size : (block_id + 1) * self.block_size] = [NAN] * self.block_size
 
     def launch(self, plan: StepPlan) -> None:
+        for block_id in plan.zero_blocks:
+            self.slots[block_id * self.block_size : (block_id + 1) * self.block_size] = [None] * self.block_size
         for row in plan.cleared_rows:
             self.rows[row] = None
         before = list(self.sampled)
         for update in plan.row_updates:
             token = update.token if update.token_source < 0 else before[update.token_source]
             assert token >= 0
-            self.rows[update.row] = {"token": token, "length": update.context_len, "table": list(update.block_table)}
+            self.rows[update.row] = {
+                "token": token,
+                "length": update.context_len,
+                "table": list(update.block_table),
+                "seed": update.sampling.seed,
+            }
         for row, index, block_id in plan.new_blocks:
             table = self.rows[row]["table"]
             assert index == len(table)
             table.append(block_id)
-        written: list[int] = []
+        written: set[int] = set()
         for index, row in enumerate(self.rows):
             assert (row is not None) == (index < plan.num_decode_rows)
             if row is None:
                 continue
-            slot = self._slot(row["table"], row["length"] - 1)
-            self.slots[slot] = row["token"]
-            written.append(slot)
-            row["token"] = self.sampled[index] = next_token(self._read(row["table"], row["length"]))
+            self._write(row["table"], row["length"] - 1, row["token"], written)
+            row["token"] = self.sampled[index] = self._next(row["table"], row["length"], row["seed"])
             row["length"] += 1
         num_sampled = 0
         for chunk in plan.chunks:
             assert chunk.token_ids
             for offset, token in enumerate(chunk.token_ids):
-                slot = self._slot(chunk.block_table, chunk.start + offset)
-                self.slots[slot] = token
-                written.append(slot)
+                self._write(chunk.block_table, chunk.start + offset, token, written)
             if chunk.sample:
-                tokens = self._read(chunk.block_table, chunk.context_len)
-                self.sampled[self.num_rows + num_sampled] = next_token(tokens)
+                token = self._next(chunk.block_table, chunk.context_len, chunk.sampling.seed)
+                self.sampled[self.num_rows + num_sampled] = token
                 num_sampled += 1
-        assert len(set(written)) == len(written), "two tokens of one step share a slot"
+        assert len(written) == plan.num_tokens
         self.max_tokens_in_a_step = max(self.max_tokens_in_a_step, plan.num_tokens)
         self.unread.append(
             self.sampled[: plan.num_decode_rows] + self.sampled[self.num_rows : self.num_rows + num_sampled]
@@ -95,19 +127,33 @@ class FakeEngine:
         self.runner = FakeRunner(rows, blocks, block_size)
         self.sequences: dict[int, Sequence] = {}
         self.finished: dict[int, Sequence] = {}
+        self.before_reading: Callable[[list[int]], None] = lambda tokens: None
+        self._live: dict[int, Sequence] = {}
+        self._prompts: dict[int, list[int]] = {}
+        self._right: dict[int, int] = {}  # tokens of each that were compared with the model's
+        self._idle: Counter[int] = Counter()  # steps in a row that a running sequence got no token
 
     def add(self, seq: Sequence) -> Sequence:
         self.scheduler.add_sequence(seq)
-        self.sequences[seq.seq_id] = seq
+        self.sequences[seq.seq_id] = self._live[seq.seq_id] = seq
+        self._prompts[seq.seq_id] = list(seq.token_ids)
+        self._right[seq.seq_id] = len(seq)
         return seq
 
     def step(self) -> StepPlan | None:
+        before = {seq.seq_id: seq.length for seq in self.scheduler.running if seq.length < seq.max_length}
         plan = self.scheduler.schedule()
+        for seq in self.scheduler.running:
+            waits = before.get(seq.seq_id) == seq.length
+            self._idle[seq.seq_id] = self._idle[seq.seq_id] + 1 if waits else 0
+            assert self._idle[seq.seq_id] <= 2, "a running sequence waits although no step in flight is in its way"
         if plan is not None:
             self.runner.launch(plan)
         done = self.scheduler.take_finished()
         if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
-            done += self.scheduler.postprocess(self.runner.collect())
+            tokens = self.runner.collect()
+            self.before_reading(tokens)
+            done += self.scheduler.postprocess(tokens)
         for seq in done:
             assert seq.seq_id not in self.finished, "a request was reported twice"
             self.finished[seq.seq_id] = seq
@@ -122,24 +168,50 @@ class FakeEngine:
         raise AssertionError(f"not finished after {limit} steps")
 
     def check(self) -> None:
-        scheduler = self.scheduler
-        queues = [list(scheduler.waiting), scheduler.prefilling, scheduler.running, list(self.finished.values())]
-        queues[3] += scheduler._finished
-        for seq in self.sequences.values():
-            assert sum(seq in queue for queue in queues) == 1, "a sequence is in no queue, or in two"
-        scheduler.block_manager.check_invariants(list(self.sequences.values()))
+        """Every invariant of the scheduler, its queues, tables and tokens."""
+        scheduler, live = self.scheduler, self._live.values()
+        queues = (scheduler.waiting, scheduler.prefilling, scheduler.running)
+        times = Counter(seq.seq_id for queue in queues for seq in queue)
+        times.update(seq.seq_id for seq in scheduler._finished)
+        in_flight = Counter(
+            seq.seq_id
+            for step in scheduler._in_flight
+            for seq in [*step.decoded, *(prefilled for prefilled, _ in step.prefilled)]
+        )
+        scheduler.block_manager.check_invariants(live)
         assert len(scheduler.running) + len(scheduler.prefilling) <= scheduler.max_num_sequences
         assert self.runner.max_tokens_in_a_step <= scheduler.max_num_batched_tokens
-        for seq in self.sequences.values():
-            needed = -(-seq.length // scheduler.block_size)
-            assert len(seq.block_table) <= max(needed, scheduler.block_manager.blocks_for(len(seq) + 1))
+        assert in_flight.keys() <= self._live.keys()
+        for seq in list(live):
+            assert times[seq.seq_id] + (seq.seq_id in self.finished) == 1, "a sequence is in no queue, or in two"
+            assert seq.num_steps_in_flight == in_flight[seq.seq_id]
+            self._check_table(seq)
+            self._check_tokens(seq)
+            if seq.seq_id in self.finished and not seq.num_steps_in_flight:
+                del self._live[seq.seq_id]
 
+    def _check_table(self, seq: Sequence) -> None:
+        """A table holds what is computed and what the step in flight adds, and no more."""
+        blocks_for = self.scheduler.block_manager.blocks_for
+        held = len(seq.block_table)
+        if seq.status is SequenceStatus.PREFILLING:
+            assert held == blocks_for(len(seq))
+        elif seq.status is SequenceStatus.RUNNING:
+            assert held == blocks_for(seq.num_computed_tokens)
+            assert seq.num_computed_tokens == seq.length - 1
+        elif seq.num_steps_in_flight:
+            assert seq.is_finished, "a sequence that a step in flight writes to was preempted"
+            assert held, "blocks were freed that a step in flight writes to"
+        else:
+            assert held == seq.num_computed_tokens == seq.num_registered_blocks == 0
 
-def expected_completion(prompt: list[int], num_tokens: int, eos: int | None = None) -> list[int]:
-    """What the pretend model completes, without blocks, rows or batches."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
-        if tokens[-1] == eos:
-            break
-    return tokens[len(prompt) :]
+    def _check_tokens(self, seq: Sequence) -> None:
+        """The prompt is what it was, and every token is the model's own."""
+        prompt = self._prompts[seq.seq_id]
+        assert seq.token_ids[: len(prompt)] == prompt
+        ends = self.scheduler.eos_token_ids if not seq.sampling_params.ignore_eos else frozenset()
+        for length in range(self._right[seq.seq_id], len(seq)):
+            assert seq.token_ids[length] == next_token(seq.token_ids[:length], seed=seq.sampling.seed)
+            assert length == len(prompt) or seq.token_ids[length - 1] not in ends, "a token after the end of the text"
+        assert len(seq) <= seq.max_length
+        self._right[seq.seq_id] = len(seq)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tritonllm.engine.sequence import Sequence
@@ -93,7 +94,7 @@ class BlockManager:
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable; their steps have been read."""
         for index in range(seq.num_registered_blocks, num_tokens // self.block_size):
-            key = (seq.prefix_uid, tuple(seq.block(index)))
+            key = _prefix_key(seq.prefix_uid, seq.block(index))
             known = self._prefixes.get(key)
             if known is None:
                 known = seq.block_table[index]
@@ -130,14 +131,23 @@ class BlockManager:
         taken, self._to_zero = self._to_zero, []
         return taken
 
-    def check_invariants(self, sequences: list[Sequence]) -> None:
-        """Raise AssertionError unless ref counts, the free list and the prefix map agree with the block tables."""
-        held = [block_id for seq in sequences for block_id in seq.block_table]
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless ref counts, free list, prefixes and the tables of all sequences agree."""
+        held: Counter[int] = Counter()
+        first: dict[int, tuple[Sequence, int]] = {}
+        for seq in sequences:
+            held.update(seq.block_table)
+            for index, block_id in enumerate(seq.block_table):
+                other, place = first.setdefault(block_id, (seq, index))
+                stop = (index + 1) * self.block_size
+                if place != index or (other is not seq and other.token_ids[:stop] != seq.token_ids[:stop]):
+                    raise AssertionError(f"block {block_id} is shared by two sequences whose prefixes differ")
+                key = self._blocks[block_id].key
+                if key is not None and key[1] != tuple(seq.block(index)):
+                    raise AssertionError(f"block {block_id} is found under tokens that its owner does not have there")
         for block_id, block in enumerate(self._blocks):
-            if block.ref_count != held.count(block_id):
-                raise AssertionError(
-                    f"block {block_id}: ref count {block.ref_count}, held {held.count(block_id)} times"
-                )
+            if block.ref_count != held[block_id]:
+                raise AssertionError(f"block {block_id}: ref count {block.ref_count}, held {held[block_id]} times")
             if (block_id in self._free) != (block.ref_count == 0):
                 raise AssertionError(f"block {block_id}: ref count {block.ref_count}, free: {block_id in self._free}")
             if block.key is not None and self._prefixes.get(block.key) != block_id:
@@ -151,7 +161,7 @@ class BlockManager:
         hits: list[int] = []
         uid = ROOT_PREFIX
         for index in range((len(seq) - 1) // self.block_size):
-            block_id = self._prefixes.get((uid, tuple(seq.block(index))))
+            block_id = self._prefixes.get(_prefix_key(uid, seq.block(index)))
             if block_id is None:
                 break
             hits.append(block_id)
@@ -173,3 +183,7 @@ class BlockManager:
         if block.key is not None:
             del self._prefixes[block.key]
             block.key = None
+
+
+def _prefix_key(parent: int, token_ids: list[int]) -> PrefixKey:
+    return parent, tuple(token_ids)

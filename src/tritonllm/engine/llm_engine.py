@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from collections.abc import Sequence as ListOf
-from contextlib import closing
 from types import TracebackType
 from typing import Any
 
@@ -13,11 +12,11 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.detokenizer import Detokenizer, decode
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
-from tritonllm.engine.prompts import Prompt, as_params_list, as_prompt_list, tokenize
+from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sequence import Sequence
-from tritonllm.errors import EngineError, RequestError
+from tritonllm.engine.step_loop import StepLoop
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -29,6 +28,14 @@ class LLMEngine:
         keys: configuration keys, beside a name or path.
 
     If a dict is given, the number of cache blocks in effect is written into its `max_cached_blocks`.
+
+    One thread at a time: while a thread is in a method, which for `generate` is its whole run and for `stream` each
+    piece, calls from others raise EngineError and change nothing; only `stats` may be called from anywhere. In asyncio,
+    `await asyncio.to_thread(engine.generate, ...)`, one at a time.
+
+    Ctrl-C waits for the end of the step under way and then raises KeyboardInterrupt; `generate` and `stream` abort
+    their requests first, and the engine can be used on. After an exception inside a step it cannot: every later call
+    raises EngineError with the first error, and only `exit` is left.
 
     Attributes:
         config: the configuration in effect, frozen.
@@ -42,7 +49,6 @@ class LLMEngine:
     """
 
     def __init__(self, config: Mapping[str, Any] | EngineConfig | str, **keys: Any) -> None:
-        self._closed = True
         engine_config = _engine_config(config, keys)
         resolved = resolve_model(engine_config)
         self.tokenizer = resolved.tokenizer
@@ -61,11 +67,8 @@ class LLMEngine:
             resolved.config.eos_token_ids,
             self.config.max_model_length,
         )
-        self._sequences: dict[int, Sequence] = {}  # of add_prompt, until step() reports them
+        self._loop = StepLoop(self.scheduler, self.runner)
         self._num_requests = 0
-        self._num_processed_tokens = 0
-        self._num_steps = 0
-        self._closed = False
 
     # ---- requests ----
 
@@ -74,13 +77,23 @@ class LLMEngine:
 
         Raises:
             RequestError: it can never be served; nothing was queued.
-            EngineError: the engine was closed.
+            EngineError: the engine was closed, has failed, or is in use by another thread; so for every method.
+            KeyboardInterrupt: nothing was queued.
         """
-        self._require_open()
-        (params,) = as_params_list(sampling_params, 1)
-        seq = self._queue(self._check(prompt, params), params)
-        self._sequences[seq.seq_id] = seq
-        return seq.seq_id
+        loop = self._loop
+        seq: Sequence | None = None
+        try:
+            with loop.guard.turn():
+                loop.require_usable()
+                (params,) = as_params_list(sampling_params, 1)
+                seq = self._queue(self._check(prompt, params), params)
+                loop.requests[seq.seq_id] = seq
+                return seq.seq_id
+        except KeyboardInterrupt:
+            if seq is not None:
+                loop.requests.pop(seq.seq_id, None)
+                loop.abandon([seq])
+            raise
 
     def abort(self, seq_id: int) -> bool:
         """End a request; the next `step()` reports it with finish reason "abort".
@@ -88,19 +101,33 @@ class LLMEngine:
         Returns:
             False if there is no unfinished request of that id.
         """
-        seq = self._sequences.get(seq_id)
-        return seq is not None and self.scheduler.abort(seq)
+        with self._loop.guard.turn():
+            self._loop.require_usable(closed_too=True)
+            seq = self._loop.requests.get(seq_id)
+            return seq is not None and self.scheduler.abort(seq)
 
     def step(self) -> tuple[list[RequestOutput], int, bool]:
         """Launch the next step, if there is work, and read the step before it.
 
         Returns:
             The requests found finished, each once; the tokens of the step launched; whether it held prompt tokens.
+
+        Raises:
+            EngineError: as the class says.
+            KeyboardInterrupt: after the step; what it found finished is returned by the next call.
         """
-        finished, num_tokens, is_prefill = self._advance()
-        for seq in finished:
-            del self._sequences[seq.seq_id]
-        return [RequestOutput.of(seq) for seq in finished], num_tokens, is_prefill
+        loop = self._loop
+        finished: list[Sequence] = []
+        try:
+            with loop.guard.turn():
+                finished, num_tokens, is_prefill = loop.advance()
+                for seq in finished:
+                    del loop.requests[seq.seq_id]
+                return [RequestOutput.of(seq) for seq in finished], num_tokens, is_prefill
+        except KeyboardInterrupt:
+            loop.requests.update((seq.seq_id, seq) for seq in finished)
+            self.scheduler.keep_finished(finished)
+            raise
 
     def generate(
         self,
@@ -120,22 +147,22 @@ class LLMEngine:
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
         """
-        self._require_open()
-        requests = self._check_all(prompts, sampling_params)
-        sequences = [self._queue(token_ids, params) for token_ids, params in requests]
-        for _ in self._steps_until_finished(sequences):
-            pass
-        outputs = [RequestOutput.of(seq) for seq in sequences]
-        return {
-            "text": [
-                decode(self.tokenizer, seq.completion_token_ids, seq.sampling_params.skip_special_tokens)
-                for seq in sequences
-            ],
-            "token_ids": [output.token_ids for output in outputs],
-            "finish_reason": [output.finish_reason for output in outputs],
-            "usage": [output.usage for output in outputs],
-            "errors": [output.error for output in outputs],
-        }
+        with self._loop.guard.turn():
+            requests = self._check_all(prompts, sampling_params)
+            with self._loop.queued(lambda: self._queue_all(requests)) as sequences:
+                for _ in self._loop.steps_until_finished(sequences):
+                    pass
+            outputs = [RequestOutput.of(seq) for seq in sequences]
+            return {
+                "text": [
+                    decode(self.tokenizer, output.token_ids, params.skip_special_tokens)
+                    for output, (_, params) in zip(outputs, requests, strict=True)
+                ],
+                "token_ids": [output.token_ids for output in outputs],
+                "finish_reason": [output.finish_reason for output in outputs],
+                "usage": [output.usage for output in outputs],
+                "errors": [output.error for output in outputs],
+            }
 
     def stream(
         self,
@@ -149,8 +176,8 @@ class LLMEngine:
         Raises:
             RequestError: as `generate`, at the call and not at the first piece.
         """
-        self._require_open()
-        return self._stream(self._check_all(prompts, sampling_params))
+        with self._loop.guard.turn():
+            return self._stream(self._check_all(prompts, sampling_params))
 
     def chat(
         self, messages: ListOf[Mapping[str, Any]], sampling_params: SamplingParams | None = None
@@ -167,21 +194,15 @@ class LLMEngine:
         Raises:
             RequestError: the checkpoint has no tokenizer or no chat template, or the template refuses the messages.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("this checkpoint has no chat template; use generate() with a plain prompt")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            raise RequestError(f"the chat template does not take these messages: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return tokenize_chat(messages, self.tokenizer)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the state of the queues and the pool."""
         manager = self.scheduler.block_manager
         return {
             "requests": self._num_requests,
-            "steps": self._num_steps,
-            "processed_tokens": self._num_processed_tokens,
+            "steps": self._loop.num_steps,
+            "processed_tokens": self._loop.num_processed_tokens,
             "preemptions": self.scheduler.num_preemptions,
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.prefilling) + len(self.scheduler.running),
@@ -193,10 +214,9 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Give back the model, the cache and the graphs. Calling it again does nothing."""
-        self._closed = True
-        finalizer = getattr(self, "_finalizer", None)
-        if finalizer is not None:
-            finalizer()
+        with self._loop.guard.turn():
+            self._loop.closed = True
+            self._finalizer()
 
     def __enter__(self) -> LLMEngine:
         return self
@@ -208,10 +228,6 @@ class LLMEngine:
 
     # ---- below the surface ----
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise EngineError("the engine was closed by exit(); make a new one")
-
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that can be served."""
         token_ids = tokenize(prompt, self.tokenizer, self.model_config.vocab_size)
@@ -221,15 +237,8 @@ class LLMEngine:
     def _check_all(
         self, prompts: Prompt | ListOf[Prompt], sampling_params: SamplingParams | ListOf[SamplingParams] | None
     ) -> list[tuple[list[int], SamplingParams]]:
-        listed = as_prompt_list(prompts)
-        listed_params = as_params_list(sampling_params, len(listed))
-        checked = []
-        for index, (prompt, params) in enumerate(zip(listed, listed_params, strict=True)):
-            try:
-                checked.append((self._check(prompt, params), params))
-            except RequestError as error:
-                raise RequestError(f"prompt {index}: {error}") from error
-        return checked
+        self._loop.require_usable()
+        return as_requests(prompts, sampling_params, self._check)
 
     def _queue(self, token_ids: list[int], params: SamplingParams) -> Sequence:
         # Requests without a seed draw from the engine's, each from a stream of its own.
@@ -239,42 +248,15 @@ class LLMEngine:
         self._num_requests += 1
         return seq
 
-    def _advance(self) -> tuple[list[Sequence], int, bool]:
-        """One step of the engine: the requests of `add_prompt` found finished, then as `step`."""
-        self._require_open()
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.runner.call("launch", plan)
-            self._num_steps += 1
-            self._num_processed_tokens += plan.num_tokens
-        finished = self.scheduler.take_finished()
-        # The host stays one step behind: with a step launched just now, read the one before it.
-        if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
-            finished += self.scheduler.postprocess(self.runner.collect())
-        # A generate or stream call looks at its own sequences itself.
-        finished = [seq for seq in finished if seq.seq_id in self._sequences]
-        return finished, plan.num_tokens if plan is not None else 0, plan is not None and bool(plan.chunks)
-
-    def _steps_until_finished(self, sequences: list[Sequence]) -> Generator[None]:
-        """Step until these are done, keeping what else finishes for `step`; whatever ends it early aborts them."""
-        try:
-            while not all(seq.is_finished for seq in sequences):
-                self.scheduler.keep_finished(self._advance()[0])
-                yield
-            # With nobody left, read the surplus steps too: an idle engine holds no blocks.
-            while self.scheduler.num_steps_in_flight and not self.scheduler.has_requests:
-                self.scheduler.keep_finished(self._advance()[0])
-        finally:
-            for seq in sequences:
-                self.scheduler.abort(seq)
+    def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
+        return [self._queue(token_ids, params) for token_ids, params in requests]
 
     def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
-        sequences = [self._queue(token_ids, params) for token_ids, params in requests]
         detokenizers = [Detokenizer(self.tokenizer, params.skip_special_tokens) for _, params in requests]
-        sent = [0] * len(sequences)
-        live = list(range(len(sequences)))
-        with closing(self._steps_until_finished(sequences)) as steps:
-            for _ in steps:
+        sent = [0] * len(requests)
+        live = list(range(len(requests)))
+        with self._loop.queued(lambda: self._queue_all(requests)) as sequences:
+            for _ in self._loop.steps_until_finished(sequences):
                 for index in list(live):
                     seq = sequences[index]
                     token_ids = seq.completion_token_ids[sent[index] :]

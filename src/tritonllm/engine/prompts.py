@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as TokenIds
 from typing import Any
 
@@ -35,6 +35,21 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise RequestError(f"token id {token_id!r} is not an integer in [0, {vocab_size}), the model's vocabulary")
     return ids
+
+
+def tokenize_chat(messages: TokenIds[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation, ending where the answer begins.
+
+    Raises:
+        RequestError: there is no tokenizer or no chat template, or the template refuses the messages.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise RequestError("this checkpoint has no chat template; use generate() with a plain prompt")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of the checkpoint and raise what they like
+        raise RequestError(f"the chat template does not take these messages: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def as_prompt_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
@@ -70,3 +85,23 @@ def as_params_list(params: SamplingParams | TokenIds[SamplingParams] | None, cou
         if not isinstance(item, SamplingParams):
             raise RequestError(f"sampling params {index} is {type(item).__name__}, not a SamplingParams")
     return listed
+
+
+def as_requests(
+    prompts: Prompt | TokenIds[Prompt],
+    params: SamplingParams | TokenIds[SamplingParams] | None,
+    check: Callable[[Prompt, SamplingParams], list[int]],
+) -> list[tuple[list[int], SamplingParams]]:
+    """Token ids and parameters of every prompt, once `check` has found that all of them can be served.
+
+    Raises:
+        RequestError: one cannot; names its index.
+    """
+    listed = as_prompt_list(prompts)
+    checked = []
+    for index, (prompt, param) in enumerate(zip(listed, as_params_list(params, len(listed)), strict=True)):
+        try:
+            checked.append((check(prompt, param), param))
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error
+    return checked

@@ -11,7 +11,8 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from tritonllm.engine.block_manager import BlockManager
-from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk, row_update
+from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
+from tritonllm.engine.rows import RowPlacement
 from tritonllm.engine.sequence import Sequence, SequenceStatus
 from tritonllm.errors import EngineError, RequestError
 
@@ -60,7 +61,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._rows: list[Sequence] = []
+        self._rows = RowPlacement()
         self._in_flight: deque[_InFlight] = deque()
         self._finished: list[Sequence] = []
         self._admissions = 0
@@ -128,9 +129,20 @@ class Scheduler:
         prefilled = self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)
         if not decoding and not prefilled:
             if not self._in_flight and self.has_requests:
-                raise EngineError("the scheduler has requests and no step in flight, but nothing can run")
+                raise EngineError(
+                    f"nothing can run although requests are left, a fault of the scheduler: {self._state()}"
+                )
             return None
-        plan = self._place_rows(decoding, new_blocks, [chunk for _, chunk in prefilled])
+        rows = self._rows.place(decoding, new_blocks)
+        plan = StepPlan(
+            num_decode_rows=len(rows.sequences),
+            row_updates=rows.updates,
+            cleared_rows=rows.cleared,
+            new_blocks=rows.grown,
+            plain_decode=all(seq.sampling.is_plain for seq in decoding),
+            chunks=[chunk for _, chunk in prefilled],
+            zero_blocks=self.block_manager.take_blocks_to_zero(),
+        )
         for seq in decoding:
             seq.token_source = seq.row
             seq.num_computed_tokens += 1
@@ -147,7 +159,7 @@ class Scheduler:
                 seq.status = SequenceStatus.RUNNING
                 self.prefilling.remove(seq)
                 self.running.append(seq)
-        self._in_flight.append(_InFlight(decoding, prefilled))
+        self._in_flight.append(_InFlight(rows.sequences, prefilled))
         return plan
 
     def postprocess(self, token_ids: list[int]) -> list[Sequence]:
@@ -187,6 +199,19 @@ class Scheduler:
             return False
         self._finish(seq, "abort")
         return True
+
+    def _state(self) -> str:
+        """Queues, blocks and budget in one line."""
+        manager = self.block_manager
+        longest = max(
+            (seq.length for queue in (self.waiting, self.prefilling, self.running) for seq in queue), default=0
+        )
+        return (
+            f"{len(self.waiting)} waiting, {len(self.prefilling)} in their prompt, {len(self.running)} running, the "
+            f"longest of {longest} tokens; {manager.num_free_blocks} of {manager.num_blocks} blocks of "
+            f"{self.block_size} free; at most {self.max_num_batched_tokens} tokens and {self.max_num_sequences} "
+            f"sequences a step; {len(self._in_flight)} steps in flight"
+        )
 
     def _read(self, seq: Sequence, num_stored: int, token: int | None) -> None:
         """One sequence's part of a step that has been read: `num_stored` keys are there, `token` was sampled."""
@@ -296,41 +321,3 @@ class Scheduler:
         chunk = prefill_chunk(seq, min(len(seq) - seq.num_computed_tokens, budget))
         prefilled.append((seq, chunk))
         return len(chunk.token_ids)
-
-    def _place_rows(
-        self, decoding: list[Sequence], new_blocks: dict[int, list[int]], chunks: list[PrefillChunk]
-    ) -> StepPlan:
-        """Map the decoding sequences to rows `0 .. n - 1`, writing only rows whose sequence changed."""
-        count = len(decoding)
-        wanted = {seq.seq_id for seq in decoding}
-        rows: list[Sequence | None] = [seq if seq.seq_id in wanted else None for seq in self._rows[:count]]
-        rows += [None] * (count - len(rows))
-        placed = {seq.seq_id for seq in rows if seq is not None}
-        for seq in self._rows:
-            if seq.seq_id not in placed:
-                seq.row = -1
-        holes = [row for row, seq in enumerate(rows) if seq is None]
-        updates = []
-        for row, seq in zip(holes, (seq for seq in decoding if seq.seq_id not in placed), strict=True):
-            updates.append(row_update(seq, row))
-            rows[row] = seq
-            seq.row = row
-        cleared = list(range(count, len(self._rows)))
-        self._rows = [seq for seq in rows if seq is not None]
-        decoding[:] = self._rows
-        grown = [
-            (seq.row, len(seq.block_table) - len(added) + offset, block_id)
-            for seq in self._rows
-            if seq.seq_id in placed
-            for added in [new_blocks.get(seq.seq_id, [])]
-            for offset, block_id in enumerate(added)
-        ]
-        return StepPlan(
-            num_decode_rows=count,
-            row_updates=updates,
-            cleared_rows=cleared,
-            new_blocks=grown,
-            plain_decode=all(seq.sampling.is_plain for seq in decoding),
-            chunks=chunks,
-            zero_blocks=self.block_manager.take_blocks_to_zero(),
-        )

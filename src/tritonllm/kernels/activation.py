@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
+from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.reference import elementwise
 
 _BLOCK = 1024  # 8 elements a thread of four warps: one 16-byte load of each half
@@ -26,7 +27,10 @@ def silu(x):
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    start_after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = column < COLUMNS
@@ -50,8 +54,8 @@ def plan_silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> Launch:
         kernel=_silu_and_mul_kernel,
         grid=(tokens, cdiv(columns, _BLOCK)),
         args={"gate_up_ptr": gate_up, "out_ptr": out, "gate_up_stride": gate_up.stride(0)},
-        constexprs={"COLUMNS": columns, "BLOCK": _BLOCK},
-        options={"num_warps": 4},
+        constexprs={"COLUMNS": columns, "BLOCK": _BLOCK, "PDL": supports_pdl(gate_up.device)},
+        options={"num_warps": 4, **pdl_options(gate_up.device)},
     )
 
 

@@ -7,10 +7,9 @@
 
 Every program reads its share of the keys once, for all heads of a group: they are the rows of one matrix product. The
 grid (splits, Hkv, B) follows from the batch alone and each program finds its keys from the length on the device, so a
-captured CUDA graph serves every length. The last program of a (sequence, KV head) merges the partial results in split
-order, so the result does not depend on which one that is, and zeroes the counter for the next call.
+captured CUDA graph serves every length. `split_attention` says how programs share the keys and merge.
 
-Rounding: as in `prefill_attention`; partial results stay in float32. Splits as in Flash-Decoding (Dao et al., 2023).
+Rounding: as in `prefill_attention`; partial results stay in float32.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
-from tritonllm.kernels.paged_attention import (
-    LOG2_E,
-    check_paged,
-    key_offsets,
-    load_block_ids,
-    online_softmax_step,
-    shared_memory_limit,
-)
+from tritonllm.kernels.dependent_launch import start_after_previous
+from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
+from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
 from tritonllm.kernels.reference import attention as reference
+from tritonllm.kernels.split_attention import attend_tiles, store_or_merge
 
 MAX_SPLITS = 32  # beyond it the merge costs more than the splits save
 _MIN_SPLITS = 4  # evens out a batch of mixed lengths; short sequences use fewer
@@ -67,7 +61,9 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -91,63 +87,16 @@ def _decode_attention_kernel(
     peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
     block_ids = load_block_ids(table_row_ptr, split * BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
-    for tile in tl.range(split, num_tiles, used):
-        start = tile * BLOCK_N
-        kv_offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
-        block_ids = load_block_ids(table_row_ptr, start + used * BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
-        # Cache rows past the context may hold NaN, which a weight of zero would not cancel: they load as 0.
-        key_mask = start + tl.arange(0, BLOCK_N) < context_len
-        kv_mask = key_mask[:, None]
-        if HEAD_DIM != BLOCK_D:
-            kv_mask = kv_mask & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(k_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-        values = tl.load(v_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
-        scores = tl.where(key_mask[None, :], scores, float("-inf"))
-        acc, total, peak = online_softmax_step(scores, values, scale_log2, acc, total, peak)
-
-    if used == 1:
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        out_offsets = sequence * out_token_stride + heads * out_head_stride + dims[None, :]
-        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=head_mask)
-        return
-
-    # Partial results are [slot, GROUP, HEAD_DIM], and [slot, GROUP, 2] for total and peak.
-    first_slot = (sequence * NUM_KV_HEADS + kv_head) * SPLITS
-    partial_rows = (first_slot + split) * GROUP + group
-    tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=head_mask)
-    tl.store(partial_stats_ptr + partial_rows * 2, total, mask=group < GROUP)
-    tl.store(partial_stats_ptr + partial_rows * 2 + 1, peak, mask=group < GROUP)
-    # All threads have stored before the one that counts the program releases their stores to the GPU.
-    tl.debug_barrier()
-    counter_ptr = counters_ptr + sequence * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
-        splits = tl.arange(0, SPLITS)
-        for first_head in tl.range(0, GROUP, MERGE_HEADS, num_stages=1):
-            merged = first_head + tl.arange(0, MERGE_HEADS)
-            rows = (first_slot + splits)[None, :] * GROUP + merged[:, None]  # [MERGE_HEADS, SPLITS]
-            row_mask = (merged < GROUP)[:, None] & (splits < used)[None, :]
-            # .cg: other programs wrote these, so the L1 of this one must not answer.
-            totals = tl.load(partial_stats_ptr + rows * 2, mask=row_mask, other=0.0, cache_modifier=".cg")
-            peaks = tl.load(partial_stats_ptr + rows * 2 + 1, mask=row_mask, other=-1.0e30, cache_modifier=".cg")
-            parts = tl.load(
-                partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
-                mask=row_mask[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )  # [MERGE_HEADS, SPLITS, BLOCK_D]
-            decay = tl.exp2(peaks - tl.max(peaks, 1)[:, None])
-            merged_total = tl.sum(totals * decay, 1)
-            merged_out = (
-                tl.sum(parts * decay[:, :, None], 1) / tl.where(merged_total == 0.0, 1.0, merged_total)[:, None]
-            )
-            merged_heads = (kv_head * GROUP + merged).to(tl.int64)[:, None]
-            merged_offsets = sequence * out_token_stride + merged_heads * out_head_stride + dims[None, :]
-            merged_mask = (merged < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-            tl.store(out_ptr + merged_offsets, merged_out.to(out_ptr.dtype.element_ty), mask=merged_mask)
-        tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
+    acc, total, peak = attend_tiles(
+        query, k_ptrs, v_ptrs, table_row_ptr, block_ids, split, num_tiles, used, context_len, scale_log2,
+        cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    store_or_merge(
+        acc, total, peak, out_ptr + sequence * out_token_stride, out_head_stride, partial_out_ptr, partial_stats_ptr,
+        counters_ptr, sequence, kv_head, split, used, NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, MERGE_HEADS, BLOCK_G,
+        BLOCK_D,
+    )  # fmt: skip
 
 
 def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
@@ -159,6 +108,19 @@ def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
     return min(max(1 << (programs.bit_length() - 1), _MIN_SPLITS), MAX_SPLITS)
 
 
+def tiles_before_split(pairs: int, splits: int, num_sms: int) -> int:
+    """Tiles of keys that a program of a (sequence, KV head) pair gets before another one joins it.
+
+    Many splits go with few pairs, where latency counts: let each have little to do. Where the pairs alone fill the SMs
+    several times over, splitting serves sequences far longer than the others, and would only cost the rest a merge.
+    """
+    if pairs >= 8 * num_sms:
+        return 32
+    if pairs >= 3 * num_sms:
+        return 16
+    return min(max(64 // splits, 2), 8)
+
+
 @functools.lru_cache
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors of a device; those of an H200 where there is no GPU to ask."""
@@ -167,7 +129,7 @@ def _num_sms(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Scratch memory of `decode_attention`, allocated once for the largest batch.
+    """Scratch memory of both decode attentions, allocated once for the largest batch.
 
     Calls that follow each other on one stream share it: each leaves the counters at zero.
 
@@ -200,7 +162,45 @@ class DecodeWorkspace:
         )
 
 
-def _key_tile(block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
+def check_decode_batch(
+    op: str,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+    splits: int,
+) -> None:
+    """The checks of a batch of one query a sequence that both decode attentions share. Raises `KernelError`."""
+    batch, num_heads, head_dim = out.shape
+    num_kv_heads = k_cache.shape[2]
+    check(
+        block_tables.shape[0] == batch,
+        op,
+        lambda: f"block_tables must have a row for each of {batch} queries, got {shape_of(block_tables)}",
+    )
+    check(
+        context_lens.dtype == torch.int32 and context_lens.shape == (batch,) and context_lens.is_contiguous(),
+        op,
+        lambda: f"context_lens must be contiguous int32 [{batch}], got {shape_of(context_lens)}",
+    )
+    check(scale > 0, op, lambda: f"scale must be positive, got {scale}")
+    check(splits & (splits - 1) == 0, op, lambda: f"num_splits must be a power of two, got {splits}")
+    rows = batch * splits * num_heads
+    check(
+        rows * head_dim <= workspace.partial_out.numel()
+        and rows * 2 <= workspace.partial_stats.numel()
+        and batch * num_kv_heads <= workspace.counters.numel(),
+        op,
+        lambda: (
+            f"the workspace is too small for queries {shape_of(out)} with {splits} splits; "
+            "allocate it for this batch and heads"
+        ),
+    )
+
+
+def key_tile(block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
         preferences = [(16, 2), (16, 1)]
@@ -224,10 +224,12 @@ def plan_decode_attention(
     *,
     num_splits: int | None = None,
     shared_memory: int | None = None,
+    pdl: bool | None = None,
 ) -> Launch:
     """Plan `decode_attention` into `out`.
 
-    `num_splits` (a power of two) defaults to `decode_splits`, `shared_memory` (bytes) to what q's device offers.
+    `num_splits` (a power of two) defaults to `decode_splits`; `shared_memory` (bytes) and `pdl` (programmatic dependent
+    launch) to what q's device offers.
     """
     op = "decode_attention"
     check_paged(op, q, k_cache, v_cache, block_tables)
@@ -238,32 +240,14 @@ def plan_decode_attention(
         op,
         f"out must be like q with unit stride on D, got {shape_of(out)}",
     )
-    check(
-        block_tables.shape[0] == batch,
-        op,
-        f"block_tables must have a row for each of {batch} queries, got {shape_of(block_tables)}",
-    )
-    check(
-        context_lens.dtype == torch.int32 and context_lens.shape == (batch,) and context_lens.is_contiguous(),
-        op,
-        f"context_lens must be contiguous int32 [{batch}], got {shape_of(context_lens)}",
-    )
-    check(scale > 0, op, f"scale must be positive, got {scale}")
     splits = num_splits or decode_splits(max(batch, 1), num_kv_heads, workspace.num_sms)
-    check(splits & (splits - 1) == 0, op, f"num_splits must be a power of two, got {splits}")
-    rows = batch * splits * num_heads
-    check(
-        rows * head_dim <= workspace.partial_out.numel()
-        and rows * 2 <= workspace.partial_stats.numel()
-        and batch * num_kv_heads <= workspace.counters.numel(),
-        op,
-        f"the workspace is too small for q {shape_of(q)} with {splits} splits; allocate it for this batch and heads",
-    )
+    check_decode_batch(op, out, k_cache, block_tables, context_lens, scale, workspace, splits)
     block_d = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
     block_g = max(16, triton.next_power_of_2(group))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
-    block_n, stages = _key_tile(block_g, block_d, q.element_size(), limit)
+    pdl = supports_pdl(q.device) if pdl is None else pdl
+    block_n, stages = key_tile(block_g, block_d, q.element_size(), limit)
     return Launch(
         kernel=_decode_attention_kernel,
         grid=(splits, num_kv_heads, batch),
@@ -293,17 +277,18 @@ def plan_decode_attention(
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": k_cache.shape[1],
             "SPLITS": splits,
-            # Many splits go with a small batch, where latency counts: let them have little to do each.
-            "MIN_TILES": min(max(64 // splits, 2), 8),
+            "MIN_TILES": tiles_before_split(batch * num_kv_heads, splits, workspace.num_sms),
             "BLOCK_G": block_g,
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
             # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
             "MERGE_HEADS": min(max(16384 // (splits * block_d), 1), triton.next_power_of_2(group)),
+            "PDL": pdl,
         },
         options={
             "num_warps": 4 if block_g * block_d <= 64 * 128 else 8,
             "num_stages": stages,
+            **({"launch_pdl": True} if pdl else {}),
         },
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ def runs_kernel(tensor: torch.Tensor) -> bool:
     There is no fallback from a kernel that fails to its reference.
     """
     return tensor.is_cuda or interpreting()
+
+
+@cache
+def supports_pdl(device: torch.device) -> bool:
+    """True if a kernel on this device may start before the one ahead of it ends: programmatic dependent launch."""
+    if interpreting() or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:

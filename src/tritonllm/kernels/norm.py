@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
+from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.reference import elementwise
 
 _TILE = 1024  # elements of a tile of short rows
@@ -54,7 +55,9 @@ def _rms_norm_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     mask = (row < num_rows) & (column < COLUMNS)
@@ -81,7 +84,9 @@ def _add_rms_norm_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     mask = (row < num_rows) & (column < COLUMNS)
@@ -145,8 +150,8 @@ def plan_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps:
             "x_inner_stride": view.stride(1),
             "eps": eps,
         },
-        constexprs={"INNER": view.shape[1], **constexprs},
-        options=options,
+        constexprs={"INNER": view.shape[1], **constexprs, "PDL": supports_pdl(x.device)},
+        options={**options, **pdl_options(x.device)},
     )
 
 
@@ -175,8 +180,8 @@ def plan_add_rms_norm(
             "residual_stride": residual.stride(0),
             "eps": eps,
         },
-        constexprs=constexprs,
-        options=options,
+        constexprs={**constexprs, "PDL": supports_pdl(x.device)},
+        options={**options, **pdl_options(x.device)},
     )
 
 

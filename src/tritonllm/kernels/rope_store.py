@@ -20,8 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
 from tritonllm.kernels.kv_store import cache_strides, check_cache, check_per_token, slot_offset
-from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.reference import elementwise
 from tritonllm.kernels.rope import check_rotation, rotate_heads, rotation_tile
 
@@ -55,7 +56,9 @@ def _rope_store_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -166,8 +169,9 @@ def plan_rope_store_kv(
             "HALF": half,
             **tile,
             **_copied_tile(head_dim, half),
+            "PDL": supports_pdl(qkv.device),
         },
-        options=options,
+        options={**options, **pdl_options(qkv.device)},
     )
 
 

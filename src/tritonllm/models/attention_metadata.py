@@ -69,5 +69,10 @@ class DecodeMetadata:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""
         return decode_attention(q, k_cache, v_cache, self.block_tables, self.context_lens, scale, self.workspace)
 
+    @property
+    def num_rows(self) -> int:
+        """B, with padding rows."""
+        return self.context_lens.shape[0]
+
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata

@@ -11,6 +11,7 @@ from tritonllm.config import ModelConfig
 from tritonllm.models.layers import (
     Attention,
     AttentionMetadata,
+    DecodeMetadata,
     GatedMLP,
     KVCache,
     LayerCache,
@@ -19,6 +20,7 @@ from tritonllm.models.layers import (
     RotaryEmbedding,
     TPGroup,
     VocabEmbedding,
+    fused_rows,
 )
 
 
@@ -32,6 +34,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, tp: TPGroup) -> None:
         super().__init__()
+        self.tp = tp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, rotary, tp, qk_norm=self.qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -44,8 +47,14 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         cache: LayerCache,
         attn: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(hidden, residual)`, both `[T, hidden_size]`; their sum is the residual stream after this layer."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(hidden, residual)`, both `[T, hidden_size]`; their sum is the residual stream after this layer.
+
+        Without a residual hidden is the whole stream, as it is from the embedding on in a decode step of few rows.
+        """
+        if residual is None and isinstance(attn, DecodeMetadata) and self._fuses(attn.num_rows, hidden.shape[1]):
+            stream = self.self_attn.residual_step(hidden, self.input_layernorm, positions, cache, attn)
+            return self.mlp.residual_step(stream, self.post_attention_layernorm), None
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
@@ -53,6 +62,16 @@ class DecoderLayer(nn.Module):
         hidden = self.self_attn(hidden, positions, cache, attn)
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
+
+    def _fuses(self, num_rows: int, hidden_size: int) -> bool:
+        """Few rows, one rank, and the kit's own modules: a subclass may have put others in their place."""
+        return (
+            num_rows <= fused_rows(hidden_size)
+            and self.tp.size == 1
+            and type(self.self_attn).forward is Attention.forward
+            and type(self.mlp).forward is GatedMLP.forward
+            and type(self.input_layernorm) is type(self.post_attention_layernorm) is RMSNorm
+        )
 
 
 class DecoderModel(nn.Module):

@@ -14,10 +14,12 @@ from torch import nn
 
 from tritonllm.config import ModelConfig, RopeConfig
 from tritonllm.kernels.activation import silu_and_mul
+from tritonllm.kernels.fused_decode_attention import fused_decode_attention
 from tritonllm.kernels.norm import add_rms_norm, rms_norm
 from tritonllm.kernels.rope_store import rope_store_kv
 from tritonllm.kernels.sampling import pick_tokens
-from tritonllm.models.attention_metadata import AttentionMetadata
+from tritonllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata
 from tritonllm.models.linear import (
     ColumnLinear,
     GateUpLinear,
@@ -33,6 +35,7 @@ __all__ = [
     "Attention",
     "AttentionMetadata",
     "ColumnLinear",
+    "DecodeMetadata",
     "GateUpLinear",
     "GatedMLP",
     "KVCache",
@@ -45,6 +48,7 @@ __all__ = [
     "RowLinear",
     "TPGroup",
     "VocabEmbedding",
+    "fused_rows",
 ]
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -52,6 +56,14 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 KVCache = Sequence[LayerCache]
 """One entry a layer."""
+
+
+def fused_rows(hidden_size: int) -> int:
+    """Rows of the largest decode batch that the fused kernels serve faster than separate ones around cuBLAS.
+
+    From `python -m tritonllm.bench.linears` on one H200: with long rows of weights the crossing comes early.
+    """
+    return MAX_ROWS if hidden_size <= 2048 else 4
 
 
 class RMSNorm(nn.Module):
@@ -120,6 +132,32 @@ class Attention(nn.Module):
         )
         return self.o_proj(attn.attend(q, k_cache, v_cache, self.scale).flatten(1))
 
+    def residual_step(
+        self, stream: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
+    ) -> torch.Tensor:
+        """`stream + self(norm(stream))` in three kernels, for decode batches of few rows on one rank."""
+        k_cache, v_cache = cache
+        qkv, o = self.qkv_proj, self.o_proj
+        attended = fused_decode_attention(
+            skinny_linear(stream, qkv.weight, bias=qkv.bias, norm_weight=norm.weight, eps=norm.eps),
+            self.rotary.cos_sin,
+            positions,
+            k_cache,
+            v_cache,
+            attn.slot_mapping,
+            attn.block_tables,
+            attn.context_lens,
+            self.num_heads,
+            self.scale,
+            attn.workspace,
+            q_norm=self.q_norm.weight if self.q_norm is not None else None,
+            k_norm=self.k_norm.weight if self.k_norm is not None else None,
+            eps=self.eps,
+            # What it reads early was written before the embedding, which is launched without overlap.
+            early_reads=True,
+        )
+        return skinny_linear(attended.flatten(1), o.weight, bias=o.bias, residual=stream)
+
 
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer, "GLU variants improve Transformer", 2020)."""
@@ -131,6 +169,14 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+    def residual_step(self, stream: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """`stream + self(norm(stream))` in two kernels, for decode batches of few rows on one rank."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        activated = skinny_linear(
+            stream, gate_up.weight, bias=gate_up.bias, norm_weight=norm.weight, eps=norm.eps, gated=True
+        )
+        return skinny_linear(activated, down.weight, bias=down.bias, residual=stream)
 
 
 class VocabEmbedding(VocabMatrix):
@@ -149,6 +195,8 @@ class LMHead(VocabMatrix):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden `[N, hidden_size]` to logits `[N, this rank's part of the vocabulary]` in the model's dtype."""
+        if 0 < hidden.shape[0] <= MAX_ROWS:
+            return skinny_linear(hidden, self.weight)
         return F.linear(hidden, self.weight)
 
     def pick_tokens(

@@ -3,7 +3,7 @@
 Needs torch and transformers, and neither pytest nor hypothesis: every check raises AssertionError in plain words.
 """
 
-from tritonllm.testing.equality import WAYS, assert_ways_agree, complete_alone
+from tritonllm.testing.equality import WAYS, assert_ways_agree, complete_alone, register_way, way_engine
 from tritonllm.testing.hf_comparison import assert_engine_matches, assert_matches_hf
 from tritonllm.testing.tiny_models import HEAD_SHAPES, ROPE_RULES, save_tiny_checkpoint, tiny_hf_config
 from tritonllm.testing.tiny_tokenizer import tiny_tokenizer
@@ -16,7 +16,9 @@ __all__ = [
     "assert_matches_hf",
     "assert_ways_agree",
     "complete_alone",
+    "register_way",
     "save_tiny_checkpoint",
     "tiny_hf_config",
     "tiny_tokenizer",
+    "way_engine",
 ]

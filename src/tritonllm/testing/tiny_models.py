@@ -19,6 +19,9 @@ HEAD_SHAPES: dict[str, tuple[int, int, int]] = {
     "12/2x64": (12, 2, 64),
     "28/4x32": (28, 4, 32),
     "8/1x80": (8, 1, 80),
+    "4/2x96": (4, 2, 96),
+    "4/2x128": (4, 2, 128),
+    "2/1x256": (2, 1, 256),
 }
 """Query heads / key-value heads x head dimension: multi-head, grouped, multi-query, and no powers of 2."""
 

@@ -1,0 +1,350 @@
+"""All that a decode step does between the QKV projection and the output projection, in one launch.
+
+    q, k, v = heads of qkv [B, (Hq + 2 Hk) * D]
+    q, k    = rms_norm(q), rms_norm(k)          only with norm weights [D] (Qwen3)
+    q, k    = rope(q), rope(k)
+    k_cache[slot], v_cache[slot] = k, v         where slot_mapping[b] = slot is not -1
+    out_b   = sum_j softmax_j(scale * q_b . k_j) v_j,   j = 0 .. context_len_b - 1, the new token being the last
+
+Layouts and rounding are those of `rope_store` and `decode_attention`, and so are the values, up to the order of sums.
+In particular the new key is rounded to the cache's dtype before it meets a query.
+
+The new token is not read back from the cache that this launch writes it to: splits read keys 0 .. context_len - 2, and
+the last split in use, which never has more tiles than another, folds the new token in from registers and writes it to
+the cache. `split_attention` says how programs share the old keys and merge.
+
+The queries of a group and its new key are rows of one tile, normalised and rotated together. Each head is loaded
+twice, as it is and with the halves of its rotated part exchanged, so that whole heads stay rows, ready for tensor
+cores, whatever part of them is rotated.
+
+Programmatic dependent launch, see `dependent_launch`: by default all is read after the wait. After it the previous
+kernel has ended, and so has every older one as long as all kernels of the chain wait; BEFORE it neither need hold, for
+the previous kernel may itself be waiting still, and so on back. With `early_reads` lengths, positions, slots, block
+tables, and through them cosines and the keys of earlier steps, are read before the wait. That is right only if a launch
+without PDL lies between whatever wrote them and this one (or a kernel that lets its dependents start only after its own
+wait): then their writer had ended before this kernel could start.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.decode_attention import DecodeWorkspace, check_decode_batch
+from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
+from tritonllm.kernels.fused_decode_table import FusedTile, fused_blocks, fused_tile
+from tritonllm.kernels.kv_store import check_per_token, slot_offset
+from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
+from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
+from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
+from tritonllm.kernels.reference import attention, elementwise
+from tritonllm.kernels.rope import check_rotation
+from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, store_or_merge
+
+
+@triton.jit
+def load_with_partners(row_ptrs, dim, mask, HALF: tl.constexpr):
+    """Elements `dim` of rows, and the elements they are rotated with (behind the rotated part: themselves)."""
+    partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
+    return tl.load(row_ptrs + dim, mask=mask, other=0.0), tl.load(row_ptrs + partner, mask=mask, other=0.0)
+
+
+@triton.jit
+def norm_and_rotate(
+    x, partners, weight, partner_weight, cos, sin, eps, dim, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """Heads x [rows, BLOCK_D] normalised, if there is a weight, and rotated: the bits of `rope.rotate`."""
+    first = dim < HALF
+    rotated = dim < 2 * HALF
+    if weight is not None:
+        wide, wide_partners = x.to(tl.float32), partners.to(tl.float32)
+        pairs = tl.where(first, wide * wide + wide_partners * wide_partners, 0.0)
+        squares = tl.sum(pairs, axis=1, keep_dims=True)  # [rows, 1]
+        if 2 * HALF < HEAD_DIM:
+            squares += tl.sum(tl.where(rotated, 0.0, wide * wide), axis=1, keep_dims=True)
+        scale = inverse_rms(squares, eps, HEAD_DIM)
+        x = scale_and_weigh(x, scale, weight)
+        partners = scale_and_weigh(partners, scale, partner_weight)
+    turned = tl.fma(x.to(tl.float32), cos, partners.to(tl.float32) * tl.where(first, -sin, sin))
+    return tl.where(rotated, turned.to(x.dtype), x)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr", "block_tables_ptr", "context_lens_ptr"],
+)
+def _fused_decode_attention_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    partial_out_ptr,
+    partial_stats_ptr,
+    counters_ptr,
+    scale_log2,
+    eps,
+    qkv_stride,
+    cos_sin_stride,
+    cache_block_stride,
+    cache_token_stride,
+    cache_head_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MERGE_HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEAD_START: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY_READS: tl.constexpr,
+):
+    if PDL:
+        launch_dependents()
+        if not EARLY_READS:
+            wait_for_previous()
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + sequence)
+    old_len = context_len - 1
+    num_tiles = tl.cdiv(old_len, BLOCK_N)  # 0 for a context of 0, too
+    # A short sequence uses fewer programs, so that each has MIN_TILES tiles of keys if there are as many.
+    used = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
+    if split >= used:  # with EARLY_READS it has not waited, but split 0 will
+        return
+
+    # What the kernel before has no part in: addresses, angles, norm weights, and the first tile of old keys.
+    position = tl.load(positions_ptr + sequence).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + sequence).to(tl.int64)
+    table_row_ptr = block_tables_ptr + sequence * table_stride
+    block_ids = load_block_ids(table_row_ptr, split * BLOCK_N, old_len, BLOCK_SIZE, BLOCK_N)
+    # Rows of the tile of heads: 0 .. GROUP - 1 are queries, GROUP is the new key. Angles and weights are read as tiles
+    # of the same shape, so that no value changes threads.
+    row = tl.arange(0, BLOCK_G)[:, None].to(tl.int64)
+    dim = row * 0 + tl.arange(0, BLOCK_D)[None, :]  # [BLOCK_G, BLOCK_D]
+    mask = (row <= GROUP) & (dim < HEAD_DIM)
+    angle_ptrs = cos_sin_ptr + position * cos_sin_stride + tl.where(dim < HALF, dim, dim - HALF)
+    cos = tl.load(angle_ptrs, mask=mask & (dim < 2 * HALF), other=0.0)
+    sin = tl.load(angle_ptrs + HALF, mask=mask & (dim < 2 * HALF), other=0.0)
+    weights, partner_weights = None, None
+    if q_norm_ptr is not None:
+        q_weights, q_partner_weights = load_with_partners(q_norm_ptr, dim, mask & (row < GROUP), HALF)
+        k_weights, k_partner_weights = load_with_partners(k_norm_ptr, dim, mask & (row == GROUP), HALF)
+        weights = tl.where(row < GROUP, q_weights, k_weights)
+        partner_weights = tl.where(row < GROUP, q_partner_weights, k_partner_weights)
+    cache_head = kv_head.to(tl.int64) * cache_head_stride
+    k_ptrs = k_cache_ptr + cache_head + tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
+    v_ptrs = v_cache_ptr + cache_head + tl.arange(0, BLOCK_D)[None, :]
+    if HEAD_START:
+        keys, values, key_mask = load_tile(
+            k_ptrs, v_ptrs, block_ids, split * BLOCK_N, old_len, cache_block_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        block_ids = load_block_ids(table_row_ptr, (split + used) * BLOCK_N, old_len, BLOCK_SIZE, BLOCK_N)
+    if PDL and EARLY_READS:
+        wait_for_previous()
+
+    qkv_ptr += sequence * qkv_stride
+    head = tl.where(row < GROUP, kv_head * GROUP + row, NUM_KV_HEADS * GROUP + kv_head)
+    heads, partners = load_with_partners(qkv_ptr + head * HEAD_DIM, dim, mask, HALF)
+    value_ptr = qkv_ptr + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * HEAD_DIM
+    new_mask = mask & (row == GROUP)
+    new_value = tl.load(value_ptr + dim, mask=new_mask, other=0.0)
+    heads = norm_and_rotate(heads, partners, weights, partner_weights, cos, sin, eps, dim, HEAD_DIM, HALF)
+
+    peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    first_tile = split + used if HEAD_START else split
+    acc, total, peak = attend_tiles(
+        heads, k_ptrs, v_ptrs, table_row_ptr, block_ids, first_tile, num_tiles, used, old_len, scale_log2,
+        cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    if HEAD_START:
+        acc, total, peak = attend_tile(heads, keys, values, key_mask, scale_log2, acc, total, peak)
+    if (split == used - 1) & (context_len > 0):
+        if slot >= 0:
+            cache_offset = slot_offset(slot, cache_block_stride, cache_token_stride, BLOCK_SIZE) + cache_head
+            tl.store(k_cache_ptr + cache_offset + dim, heads, mask=new_mask)
+            tl.store(v_cache_ptr + cache_offset + dim, new_value, mask=new_mask)
+        # The tile of heads is a tile of keys as well, of which one exists.
+        is_new = tl.arange(0, BLOCK_G) == GROUP
+        acc, total, peak = attend_tile(heads, heads, new_value, is_new, scale_log2, acc, total, peak)
+    store_or_merge(
+        acc, total, peak, out_ptr + sequence * out_token_stride, out_head_stride, partial_out_ptr, partial_stats_ptr,
+        counters_ptr, sequence, kv_head, split, used, NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, MERGE_HEADS, BLOCK_G,
+        BLOCK_D,
+    )  # fmt: skip
+
+
+def plan_fused_decode_attention(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    tile: FusedTile | None = None,
+    shared_memory: int | None = None,
+    pdl: bool | None = None,
+    early_reads: bool = False,
+) -> Launch:
+    """Plan `fused_decode_attention` into `out` [B, Hq, D].
+
+    `tile` defaults to `fused_tile`; `shared_memory` (bytes) and `pdl` (programmatic dependent launch) to what the
+    device offers. `early_reads` matters with `pdl` alone and binds the caller to the rule at the top of this file.
+    """
+    op = "fused_decode_attention"
+    check_paged(op, out, k_cache, v_cache, block_tables)  # out has the layout and dtype of q
+    batch, num_heads, head_dim = out.shape
+    num_kv_heads = k_cache.shape[2]
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    check(
+        qkv.shape == (batch, width) and qkv.stride(1) == 1 and qkv.dtype == k_cache.dtype,
+        op,
+        lambda: (
+            f"qkv must be {k_cache.dtype} [{batch}, {width}] with unit stride on the last axis, not {shape_of(qkv)}"
+        ),
+    )
+    check((q_norm is None) == (k_norm is None), op, "give q_norm and k_norm, or neither")
+    for weight in (q_norm, k_norm):
+        check(
+            weight is None or (weight.shape == (head_dim,) and weight.dtype == qkv.dtype and weight.is_contiguous()),
+            op,
+            f"q_norm and k_norm must be contiguous {qkv.dtype} [{head_dim}]",
+        )
+    check_rotation(op, cos_sin, head_dim)
+    check_per_token(op, "positions", positions, batch)
+    check_per_token(op, "slot_mapping", slot_mapping, batch)
+    if tile is None:
+        limit = shared_memory_limit(qkv.device) if shared_memory is None else shared_memory
+        tile = fused_tile(batch, num_heads, num_kv_heads, head_dim, qkv.element_size(), workspace.num_sms, limit)
+    check_decode_batch(op, out, k_cache, block_tables, context_lens, scale, workspace, tile.splits)
+    group = num_heads // num_kv_heads
+    block_g, block_d = fused_blocks(group, head_dim)
+    pdl = supports_pdl(qkv.device) if pdl is None else pdl
+    return Launch(
+        kernel=_fused_decode_attention_kernel,
+        grid=(tile.splits, num_kv_heads, batch),
+        args={
+            "qkv_ptr": qkv,
+            "cos_sin_ptr": cos_sin,
+            "positions_ptr": positions,
+            "k_cache_ptr": k_cache,
+            "v_cache_ptr": v_cache,
+            "slot_mapping_ptr": slot_mapping,
+            "block_tables_ptr": block_tables,
+            "context_lens_ptr": context_lens,
+            "q_norm_ptr": q_norm,
+            "k_norm_ptr": k_norm,
+            "out_ptr": out,
+            "partial_out_ptr": workspace.partial_out,
+            "partial_stats_ptr": workspace.partial_stats,
+            "counters_ptr": workspace.counters,
+            "scale_log2": scale * LOG2_E,
+            "eps": eps,
+            "qkv_stride": qkv.stride(0),
+            "cos_sin_stride": cos_sin.stride(0),
+            "cache_block_stride": k_cache.stride(0),
+            "cache_token_stride": k_cache.stride(1),
+            "cache_head_stride": k_cache.stride(2),
+            "out_token_stride": out.stride(0),
+            "out_head_stride": out.stride(1),
+            "table_stride": block_tables.stride(0),
+        },
+        constexprs={
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "HALF": cos_sin.shape[1] // 2,
+            "BLOCK_SIZE": k_cache.shape[1],
+            "SPLITS": tile.splits,
+            "MIN_TILES": tile.min_tiles,
+            "MERGE_HEADS": tile.merge_heads,
+            "BLOCK_G": block_g,
+            "BLOCK_N": tile.keys,
+            "BLOCK_D": block_d,
+            "HEAD_START": tile.head_start,
+            "PDL": pdl,
+            "EARLY_READS": pdl and early_reads,
+        },
+        options={"num_warps": tile.warps, "num_stages": tile.stages, **({"launch_pdl": True} if pdl else {})},
+    )
+
+
+def fused_decode_attention(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    workspace: DecodeWorkspace,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    early_reads: bool = False,
+) -> torch.Tensor:
+    """Normalise and rotate the new token's heads, write its key and value, and attend to the whole context.
+
+    Args:
+        qkv: [B, (Hq + 2 Hk) * D] float32, float16 or bfloat16: q heads, then k heads, then v heads; rows may be
+            strided. Left as it is.
+        cos_sin: fp32 [max_position, rotary_dim], as in `apply_rope`.
+        positions: int32 [B], each in [0, max_position).
+        k_cache, v_cache: [num_blocks, block_size, Hk, D], qkv's dtype, the same strides, unit on D.
+        slot_mapping: int32 [B], where the new token goes, which must be the place of key context_len - 1; -1 writes
+            nothing, and the output of such a row means something only if its context is 0.
+        block_tables: int32 [B, W]; entries past a context are never read.
+        context_lens: int32 [B], keys with the new one; 0 marks a padding row: output exactly zero, nothing written.
+        num_heads, scale: Hq, and the factor of the scores before the softmax, positive.
+        workspace: from `DecodeWorkspace.allocate` on qkv's device, for at least this batch.
+        q_norm, k_norm, eps: weights [D] and epsilon of the per-head RMSNorm; both weights or neither.
+        early_reads: the caller keeps the rule at the top of this file.
+
+    Returns:
+        [B, Hq, D], new, contiguous, qkv's dtype.
+
+    Raises `KernelError` where shapes, dtypes or strides do not fit.
+    """
+    if not runs_kernel(qkv):
+        q = elementwise.rope_store_kv(
+            qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
+        return attention.decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace)
+    out = torch.empty(qkv.shape[0], num_heads, k_cache.shape[-1], dtype=qkv.dtype, device=qkv.device)
+    plan_fused_decode_attention(
+        qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, block_tables, context_lens, scale, workspace, out,
+        q_norm, k_norm, eps, early_reads=early_reads,
+    ).run()  # fmt: skip
+    return out

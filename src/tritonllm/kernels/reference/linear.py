@@ -1,0 +1,30 @@
+"""Reference of the skinny linear layer: the separate ops that it fuses, one after the other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tritonllm.kernels.reference.elementwise import rms_norm, silu_and_mul
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.skinny_linear.skinny_linear`."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    y = F.linear(x, weight, bias)
+    if gated:
+        y = silu_and_mul(y)
+    if residual is not None:
+        y = y + residual
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,193 @@
+"""The forms of `skinny_linear` for 2 to 16 tokens: the weight is the left operand of a matrix product, x^T the right.
+
+A step may divide its part of the sum over K into SPLIT parts, a leading axis of all tiles: parts go to different warps,
+so that a program of few rows keeps several warps busy. A gated tile stacks BLOCK_N gate rows and BLOCK_N up rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
+from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
+from tritonllm.kernels.skinny_gemv import finish, load_weight, load_whole
+
+
+@triton.jit
+def _axes(first_row, N, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+          SPLIT: tl.constexpr):  # fmt: skip
+    """Indices of a weight tile [ROWS, BLOCK_K] and an x tile [BLOCK_K, BLOCK_M], behind an axis of SPLIT parts if there
+    are several: row (and whether it exists) and column of the weight, column and token of x."""
+    n, k, m = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
+    exists = first_row + n % BLOCK_N < N
+    row = (first_row + n % BLOCK_N).to(tl.int64) + n // BLOCK_N * N
+    if SPLIT == 1:
+        return row[:, None], exists[:, None], k[None, :], k[:, None], m[None, :]
+    else:
+        part = tl.arange(0, SPLIT)[:, None, None] * BLOCK_K
+        weight_axes = row[None, :, None], exists[None, :, None], part + k[None, None, :]
+        return weight_axes + (part + k[None, :, None], m[None, None, :])
+
+
+@triton.jit
+def _load_residual(pointer, first_row, num_tokens, stride, N, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """What is added to a tile of outputs, [BLOCK_N, BLOCK_M]."""
+    row, token = first_row + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
+    mask = (row < N) & (token < num_tokens)
+    return tl.load(pointer + token.to(tl.int64) * stride + row, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_bias(pointer, first_row, N, BLOCK_N: tl.constexpr):
+    """Biases of a tile's rows, [BLOCK_N, 1]."""
+    row = first_row + tl.arange(0, BLOCK_N)[:, None]
+    return tl.load(pointer + row, mask=row < N, other=0.0)
+
+
+@triton.jit
+def _store_outputs(
+    acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of a tile, finish its outputs and write them."""
+    if SPLIT > 1:
+        acc = tl.sum(acc, axis=0)
+    if GATED:
+        product, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
+    else:
+        product, up = acc, None
+    y = finish(product, up, bias, up_bias, residual, out_ptr.dtype.element_ty, GATED)
+    row, token = first_row + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
+    tl.store(out_ptr + token.to(tl.int64) * out_stride + row, y, mask=(row < N) & (token < num_tokens))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _one_shot_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_tokens,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All of K in one step: K <= SPLIT * BLOCK_K, SPLIT >= 2."""
+    if PDL:
+        launch_dependents()
+    ROWS: tl.constexpr = BLOCK_N * (2 if GATED else 1)
+    WHOLE_K: tl.constexpr = K == SPLIT * BLOCK_K
+    first_row = tl.program_id(0) * BLOCK_N
+    row, row_exists, column, x_column, token = _axes(first_row, N, ROWS, BLOCK_N, BLOCK_K, BLOCK_M, SPLIT)
+
+    bias, up_bias, residual = None, None, None
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, first_row, N, BLOCK_N)
+        if GATED:
+            up_bias = _load_bias(bias_ptr + N, first_row, N, BLOCK_N)
+    if norm_ptr is not None:
+        norm = load_whole(norm_ptr + x_column, x_column < K, WHOLE_K)
+    # Read as integers: what is read as an operand goes to shared memory piece by piece, with few loads in flight.
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    bits: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    bits_ptr = weight_ptr.to(tl.pointer_type(bits), bitcast=True)
+    mask = row_exists & (column < K)
+    weight = load_weight(bits_ptr + row * K + column, mask, WHOLE_K and N % BLOCK_N == 0)
+    weight = weight.to(dtype, bitcast=True)  # [SPLIT, ROWS, BLOCK_K]
+    if PDL:
+        wait_for_previous()
+
+    x_mask = (token < num_tokens) & (x_column < K)
+    x = tl.load(x_ptr + token.to(tl.int64) * x_stride + x_column, mask=x_mask, other=0.0)  # [SPLIT, BLOCK_K, BLOCK_M]
+    if residual_ptr is not None:
+        residual = _load_residual(residual_ptr, first_row, num_tokens, residual_stride, N, BLOCK_N, BLOCK_M)
+    if norm_ptr is not None:
+        squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1, keep_dims=True)
+        squares = tl.sum(squares, axis=0, keep_dims=True)  # [1, 1, BLOCK_M]
+        x = scale_and_weigh(x, inverse_rms(squares, eps, K), norm)
+    acc = tl.dot(weight, x, input_precision="ieee")  # [SPLIT, ROWS, BLOCK_M]
+    _store_outputs(
+        acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
+        BLOCK_N, BLOCK_M, SPLIT, GATED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _looped_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_tokens,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STATISTICS_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Any K, in steps of SPLIT * BLOCK_K through shared memory. Its loads of the weight come after the wait."""
+    if PDL:
+        launch_dependents()
+    ROWS: tl.constexpr = BLOCK_N * (2 if GATED else 1)
+    STEP: tl.constexpr = SPLIT * BLOCK_K
+    WHOLE_K: tl.constexpr = K % STEP == 0
+    first_row = tl.program_id(0) * BLOCK_N
+    row, row_exists, column, x_column, token = _axes(first_row, N, ROWS, BLOCK_N, BLOCK_K, BLOCK_M, SPLIT)
+    weight_ptrs = weight_ptr + row * K + column
+    x_ptrs = x_ptr + token.to(tl.int64) * x_stride + x_column
+    bias, up_bias, residual = None, None, None
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, first_row, N, BLOCK_N)
+        if GATED:
+            up_bias = _load_bias(bias_ptr + N, first_row, N, BLOCK_N)
+    if PDL:
+        wait_for_previous()
+
+    if residual_ptr is not None:
+        residual = _load_residual(residual_ptr, first_row, num_tokens, residual_stride, N, BLOCK_N, BLOCK_M)
+    if norm_ptr is not None:
+        row_token, k = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, STATISTICS_K)[None, :]
+        squares = tl.zeros([BLOCK_M], tl.float32)
+        for start in tl.range(0, K, STATISTICS_K, num_stages=STAGES):
+            in_row = (row_token < num_tokens) & (k < K - start)
+            part = tl.load(x_ptr + row_token.to(tl.int64) * x_stride + start + k, mask=in_row, other=0.0)
+            squares += tl.sum(part.to(tl.float32) * part.to(tl.float32), axis=1)
+        scale = tl.reshape(inverse_rms(squares, eps, K), token.shape)
+    if SPLIT == 1:
+        acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([SPLIT, ROWS, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, STEP):
+        mask = row_exists & (column < K - start)
+        weight = load_weight(weight_ptrs + start, mask, WHOLE_K and N % BLOCK_N == 0)
+        x = tl.load(x_ptrs + start, mask=(token < num_tokens) & (x_column < K - start), other=0.0)
+        if norm_ptr is not None:
+            x = scale_and_weigh(x, scale, load_whole(norm_ptr + start + x_column, x_column < K - start, WHOLE_K))
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+    _store_outputs(
+        acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
+        BLOCK_N, BLOCK_M, SPLIT, GATED,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""What both decode attentions share: the walk of one program over its key tiles, and the merge of all programs.
+
+The keys of a (sequence, KV head) are dealt out in tiles: program `split` of `used` takes tiles split, split + used, ...
+Each leaves an unnormalised output, the total of its weights and their peak; the last program to finish merges them in
+split order, so the result does not depend on which one that is, and zeroes the counter for the next call.
+
+Splits as in Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tritonllm.kernels.paged_attention import key_offsets, load_block_ids, online_softmax_step
+
+
+@triton.jit
+def load_tile(
+    k_ptrs,
+    v_ptrs,
+    block_ids,
+    start,
+    num_keys,
+    cache_block_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Keys and values [BLOCK_N, BLOCK_D] of the tile at `start`, and which of them exist [BLOCK_N].
+
+    Cache rows from `num_keys` on may hold NaN, which a weight of zero would not cancel: they load as 0.
+    """
+    offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
+    key_mask = start + tl.arange(0, BLOCK_N) < num_keys
+    mask = key_mask[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    keys = tl.load(k_ptrs + offsets[:, None], mask=mask, other=0.0)
+    values = tl.load(v_ptrs + offsets[:, None], mask=mask, other=0.0)
+    return keys, values, key_mask
+
+
+@triton.jit
+def attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak):
+    """Fold one tile of keys into the running output [BLOCK_G, BLOCK_D], total and peak [BLOCK_G]."""
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+    scores = tl.where(key_mask[None, :], scores, float("-inf"))
+    return online_softmax_step(scores, values, scale_log2, acc, total, peak)
+
+
+@triton.jit
+def attend_tiles(
+    query,
+    k_ptrs,
+    v_ptrs,
+    table_row_ptr,
+    block_ids,
+    first_tile,
+    num_tiles,
+    step,
+    num_keys,
+    scale_log2,
+    cache_block_stride,
+    cache_token_stride,
+    acc,
+    total,
+    peak,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Fold every `step`-th tile from `first_tile` on, whose `block_ids` the caller has loaded."""
+    # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
+    for tile in tl.range(first_tile, num_tiles, step):
+        start = tile * BLOCK_N
+        keys, values, key_mask = load_tile(
+            k_ptrs, v_ptrs, block_ids, start, num_keys, cache_block_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        block_ids = load_block_ids(table_row_ptr, start + step * BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
+        acc, total, peak = attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak)
+    return acc, total, peak
+
+
+@triton.jit
+def store_or_merge(
+    acc,
+    total,
+    peak,
+    out_ptr,
+    out_head_stride,
+    partial_out_ptr,
+    partial_stats_ptr,
+    counters_ptr,
+    sequence,
+    kv_head,
+    split,
+    used,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGE_HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the heads of a group: at once if this program saw all keys, else by whichever program is the last.
+
+    `out_ptr` points at the sequence. Partial results are [slot, GROUP, HEAD_DIM], and [slot, GROUP, 2] for total and
+    peak. A group whose total is zero, as of a padding row, is written as zeros.
+    """
+    group = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    if used == 1:
+        heads = (kv_head * GROUP + group).to(tl.int64)[:, None]
+        head_mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + heads * out_head_stride + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=head_mask)
+    else:
+        head_mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        first_slot = (sequence * NUM_KV_HEADS + kv_head) * SPLITS
+        partial_rows = (first_slot + split) * GROUP + group
+        tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=head_mask)
+        tl.store(partial_stats_ptr + partial_rows * 2, total, mask=group < GROUP)
+        tl.store(partial_stats_ptr + partial_rows * 2 + 1, peak, mask=group < GROUP)
+        # All threads have stored before the one that counts the program releases their stores to the GPU.
+        tl.debug_barrier()
+        counter_ptr = counters_ptr + sequence * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+            splits = tl.arange(0, SPLITS)
+            for first_head in tl.range(0, GROUP, MERGE_HEADS, num_stages=1):
+                merged = first_head + tl.arange(0, MERGE_HEADS)
+                rows = (first_slot + splits)[None, :] * GROUP + merged[:, None]  # [MERGE_HEADS, SPLITS]
+                row_mask = (merged < GROUP)[:, None] & (splits < used)[None, :]
+                # .cg: other programs wrote these, so the L1 of this one must not answer.
+                totals = tl.load(partial_stats_ptr + rows * 2, mask=row_mask, other=0.0, cache_modifier=".cg")
+                peaks = tl.load(partial_stats_ptr + rows * 2 + 1, mask=row_mask, other=-1.0e30, cache_modifier=".cg")
+                parts = tl.load(
+                    partial_out_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+                    mask=row_mask[:, :, None] & (dims < HEAD_DIM)[None, None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )  # [MERGE_HEADS, SPLITS, BLOCK_D]
+                decay = tl.exp2(peaks - tl.max(peaks, 1)[:, None])
+                merged_total = tl.sum(totals * decay, 1)
+                merged_out = (
+                    tl.sum(parts * decay[:, :, None], 1) / tl.where(merged_total == 0.0, 1.0, merged_total)[:, None]
+                )
+                merged_heads = (kv_head * GROUP + merged).to(tl.int64)[:, None]
+                merged_offsets = merged_heads * out_head_stride + dims[None, :]
+                merged_mask = (merged < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+                tl.store(out_ptr + merged_offsets, merged_out.to(out_ptr.dtype.element_ty), mask=merged_mask)
+            tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")

@@ -1,0 +1,48 @@
+"""Programmatic dependent launch: what the compiled kernels ask for, and in which order, on the GPUs that have it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+from harness import TARGETS, _nvidia_spills
+
+from tritonllm.kernels.launch import Launch
+
+_skinny = importlib.import_module("cases.skinny_linear")
+_LAUNCH, _WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+_WEIGHT_LOAD = r"ld\.global\S*evict_first\S*"
+
+
+def _launches(target: str, tokens: int) -> list[Launch]:
+    return _skinny.linears(_skinny.MODELS["qwen3-0.6b"], tokens, TARGETS[target].shared_limit, pdl=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_weights_are_requested_before_the_wait(tokens: int) -> None:
+    for launch in _launches("sm_90", tokens):
+        ptx = launch.aot(TARGETS["sm_90"].gpu).asm["ptx"]
+        assert ptx.count(_LAUNCH) == ptx.count(_WAIT) == 1
+        before, after = ptx.split(_WAIT)
+        assert _LAUNCH in before
+        assert not re.search(r"st\.global", before)
+        if "looped" not in launch.kernel.fn.__name__:
+            loads = re.findall(_WEIGHT_LOAD, before)
+            assert loads
+            assert not re.findall(_WEIGHT_LOAD, after)
+            assert all(".v4.b32" in load for load in loads), "not 16 bytes a thread"
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+def test_newer_gpus_compile_it_too(target: str) -> None:
+    for tokens in (1, 8):
+        compiled = _launches(target, tokens)[0].aot(TARGETS[target].gpu)
+        assert _WAIT in compiled.asm["ptx"]
+        assert _nvidia_spills(compiled.asm["cubin"]) == 0
+
+
+def test_without_it_the_instructions_are_not_there() -> None:
+    launch = _skinny.linears(_skinny.MODELS["qwen3-0.6b"], 1, TARGETS["sm_90"].shared_limit)[0]
+    assert "launch_pdl" not in launch.options
+    assert "griddepcontrol" not in launch.aot(TARGETS["sm_90"].gpu).asm["ptx"]

@@ -1,0 +1,219 @@
+"""Faults that the tests must find: for each some text of the source, what takes its place, and who should notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PLAIN = (
+    "tests/unit/test_block_manager.py",
+    "tests/unit/test_scheduler.py",
+    "tests/unit/test_scheduler_machine.py",
+    "tests/unit/test_soak.py",
+)
+DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
+LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        name: what is wrong.
+        module: the module that is changed.
+        old: text that its source holds exactly once.
+        new: what stands there in the mutant.
+        tests: files of which one test at least must fail.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = PLAIN
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "src" / (self.module.replace(".", "/") + ".py")
+
+    def source(self) -> str:
+        """The mutated source.
+
+        Raises:
+            ValueError: the text is not there exactly once: the table is out of date.
+        """
+        source = self.path.read_text(encoding="utf-8")
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.path.name} holds {self.old!r} {source.count(self.old)} times; mend the table")
+        return source.replace(self.old, self.new)
+
+
+_BLOCKS = "tritonllm.engine.block_manager"
+_SCHEDULER = "tritonllm.engine.scheduler"
+_ROWS = "tritonllm.engine.rows"
+_PLAN = "tritonllm.engine.plan"
+_LOOP = "tritonllm.engine.step_loop"
+
+MUTANTS = (
+    Mutant("the key of a prefix ignores the last token", _BLOCKS, "tuple(token_ids)", "tuple(token_ids[:-1])"),
+    Mutant("the key of a prefix ignores the prefix before it", _BLOCKS, "return parent, tuple", "return 0, tuple"),
+    Mutant(
+        "a recycled block is still found under its old tokens",
+        _BLOCKS,
+        "self._forget(block_id)\n            self._blocks[block_id].ref_count",
+        "self._blocks[block_id].ref_count",
+    ),
+    Mutant("a new block starts with ref count 0", _BLOCKS, "ref_count = 1", "ref_count = 0"),
+    Mutant("a shared block is counted twice", _BLOCKS, "block.ref_count += 1", "block.ref_count += 2"),
+    Mutant("freeing counts one too many", _BLOCKS, "block.ref_count -= 1", "block.ref_count -= 2"),
+    Mutant(
+        "a full last block asks for one more",
+        _BLOCKS,
+        "return -(-num_tokens // self.block_size)",
+        "return num_tokens // self.block_size + 1",
+    ),
+    Mutant(
+        "a last block that is not full is forgotten",
+        _BLOCKS,
+        "return -(-num_tokens // self.block_size)",
+        "return num_tokens // self.block_size",
+    ),
+    Mutant(
+        "the last free block cannot be appended",
+        _BLOCKS,
+        "len(seq.block_table) <= self.num_free_blocks",
+        "len(seq.block_table) < self.num_free_blocks",
+    ),
+    Mutant(
+        "can_append looks at the tokens read, not at those on their way",
+        _BLOCKS,
+        "self.blocks_for(seq.length) - len",
+        "self.blocks_for(len(seq)) - len",
+    ),
+    Mutant("cached blocks that are free cost nothing", _BLOCKS, "+ free_hits + reserve", "+ reserve"),
+    Mutant("a fully cached prompt has nothing left to compute", _BLOCKS, "(len(seq) - 1) // self", "len(seq) // self"),
+    Mutant(
+        "a preempted sequence counts as computed",
+        _BLOCKS,
+        "seq.prefix_uid = ROOT_PREFIX\n        seq.num_computed_tokens = 0",
+        "seq.prefix_uid = ROOT_PREFIX",
+    ),
+    Mutant(
+        "one block too many counts as found",
+        _BLOCKS,
+        "seq.num_computed_tokens = len(hits) * self.block_size",
+        "seq.num_computed_tokens = (len(hits) + 1) * self.block_size",
+    ),
+    Mutant(
+        "what was found is registered once more, behind itself",
+        _BLOCKS,
+        "seq.num_registered_blocks = len(hits)",
+        "seq.num_registered_blocks = 0",
+    ),
+    Mutant(
+        "a resumed sequence goes on registering where it was",
+        _BLOCKS,
+        "seq.block_table = []\n        seq.num_registered_blocks = 0",
+        "seq.block_table = []",
+    ),
+    Mutant(
+        "blocks that met NaN are still found",
+        _BLOCKS,
+        "self._forget(block_id)\n            self._blocks[block_id].poisoned",
+        "self._blocks[block_id].poisoned",
+    ),
+    Mutant("blocks that met NaN are not zeroed", _BLOCKS, "self._to_zero.append(block_id)", "pass"),
+    Mutant(
+        "blocks are found as soon as their step is launched",
+        _SCHEDULER,
+        "seq.num_computed_tokens = chunk.context_len",
+        "seq.num_computed_tokens = chunk.context_len; self.block_manager.register(seq, chunk.context_len)",
+    ),
+    Mutant(
+        "blocks are freed while a step in flight writes to them",
+        _SCHEDULER,
+        "if seq.num_steps_in_flight == 0:",
+        "if True:",
+    ),
+    Mutant(
+        "preemption ignores the unread token", _SCHEDULER, "if stalled or victim.num_steps_in_flight:", "if stalled:"
+    ),
+    Mutant(
+        "the surplus token after the end is appended",
+        _SCHEDULER,
+        "if seq.is_finished:  # the surplus",
+        "if seq.is_finished and (token is None or seq.append_token(token) is None):  # the surplus",
+    ),
+    Mutant("one token too many", _SCHEDULER, "elif len(seq) >= seq.max_length:", "elif len(seq) > seq.max_length:"),
+    Mutant(
+        "decoding does not count against the budget",
+        _SCHEDULER,
+        "self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)",
+        "self._schedule_prefill(self.max_num_batched_tokens, stalled)",
+    ),
+    Mutant(
+        "prompts go before decoding",
+        _SCHEDULER,
+        "if seq.seq_id in stalled or seq.status",
+        "if self.prefilling or seq.seq_id in stalled or seq.status",
+    ),
+    Mutant(
+        "a finished prompt takes its neighbour's token",
+        _SCHEDULER,
+        "seq.token_source = self.max_num_rows + num_sampled",
+        "seq.token_source = self.max_num_rows",
+    ),
+    Mutant(
+        "a preempted sequence goes to the end of the queue twice", _SCHEDULER, "appendleft(seq)", "extend([seq] * 2)"
+    ),
+    Mutant("rows that fall out of the batch are not cleared", _ROWS, "list(range(count, len(self._rows)))", "[]"),
+    Mutant("a row does not hear of its new block", _ROWS, "updates, cleared, grown)", "updates, cleared, [])"),
+    Mutant("every chunk samples, the last or not", _PLAN, "sample=stop == len(seq)", "sample=True"),
+    Mutant("a row starts one token late", _PLAN, "context_len=seq.length,", "context_len=seq.length + 1,"),
+    Mutant(
+        "positions restart at 0 behind a cached prefix",
+        "tritonllm.engine.inputs",
+        "positions += range(chunk.start, chunk.context_len)",
+        "positions += range(len(chunk.token_ids))",
+        DEVICE,
+    ),
+    Mutant(
+        "padding rows write to block 0",
+        "tritonllm.kernels.reference.elementwise",
+        "block * block_size + positions % block_size, -1)",
+        "block * block_size + positions % block_size, 0)",
+        DEVICE,
+    ),
+    Mutant(
+        "rows that become padding keep their state on the device",
+        "tritonllm.engine.model_runner",
+        "for row in plan.cleared_rows]",
+        "for row in plan.cleared_rows[:0]]",
+        DEVICE,
+    ),
+    Mutant(
+        "Ctrl-C tears a step",
+        "tritonllm.engine.guard",
+        "if not in_main_thread or",
+        "if True or",
+        LIFE,
+    ),
+    Mutant(
+        "a second thread is let in",
+        "tritonllm.engine.guard",
+        "if not self._lock.acquire",
+        "if self._lock.acquire",
+        LIFE,
+    ),
+    Mutant(
+        "a failed engine goes on",
+        _LOOP,
+        "if self._failure is not None:\n            raise",
+        "if False:\n            raise",
+        LIFE,
+    ),
+    Mutant("an interrupted call leaves its requests behind", _LOOP, "self.abandon(sequences)", "pass", LIFE),
+)

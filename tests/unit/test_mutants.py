@@ -1,0 +1,44 @@
+"""Some of the mutants in every run; `make mutants` is all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = str(Path(__file__).parents[1] / "mutants")
+sys.path.insert(0, FOLDER)
+try:
+    from run import killer
+    from table import MUTANTS, ROOT, Mutant
+finally:
+    sys.path.remove(FOLDER)
+
+SAMPLE = (
+    "the key of a prefix ignores the last token",
+    "a new block starts with ref count 0",
+    "rows that fall out of the batch are not cleared",
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_table_fits_the_source(mutant: Mutant) -> None:
+    compile(mutant.source(), mutant.module, "exec")
+    assert all((ROOT / test).exists() for test in mutant.tests)
+    assert [other.name for other in MUTANTS].count(mutant.name) == 1
+
+
+def test_a_text_that_is_gone_from_the_source_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mend the table"):
+        Mutant("", "tritonllm.engine.plan", "no such text", "").source()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_faults_are_noticed(name: str) -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
+    assert killer(mutant, mutant.tests) is not None
+
+
+def test_without_a_fault_nothing_is_noticed() -> None:
+    assert killer(None, ("tests/unit/test_block_manager.py",)) is None

@@ -1,0 +1,27 @@
+"""A small soak in every run; `make soak` is the long one."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_soak import run
+
+
+@pytest.mark.parametrize("num_requests", [600, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_random_requests_keep_every_invariant_and_leave_the_pool_full(num_requests: int) -> None:
+    counts = run(num_requests, seed=7)
+    assert counts["requests"] == num_requests
+    finished = sum(count for name, count in counts.items() if name.startswith("finished: "))
+    assert finished == num_requests - counts["refused"]
+    for kind in (
+        "preemptions",
+        "cached tokens",
+        "partial chunks",
+        "mixed steps",
+        "NaN",
+        "aborted while waiting",
+        "aborted while prefilling",
+        "aborted while running",
+        "finished: stop",
+        "finished: length",
+    ):
+        assert counts[kind] > 0, f"the soak never saw: {kind}"
