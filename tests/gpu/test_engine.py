@@ -108,7 +108,9 @@ def test_two_engines_live_in_one_process():
 
 
 def test_a_row_of_nan_fails_alone():
-    with make_engine("Qwen3-0.6B", "bfloat16") as llm:
+    # Untied, or the head would read the same NaN for every row.
+    shape = {"vocab_size": 50000, "hidden_size": 512, "intermediate_size": 1024, "num_layers": 4, "num_heads": 8}
+    with make_engine("Qwen3-0.6B", "bfloat16", num_kv_heads=4, head_dim=64, max_position=4096, **shape) as llm:
         with torch.inference_mode():
             llm.runner.model.model.embed_tokens.weight[77] = float("nan")
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

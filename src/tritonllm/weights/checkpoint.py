@@ -116,14 +116,18 @@ def load_tokenizer(source: str, gguf_file: str | None = None) -> Any:
 
     try:
         if gguf_file is None:
-            return transformers.AutoTokenizer.from_pretrained(source)
-        # The same tokenizer that AutoTokenizer gives; that one reads the whole file twice to choose a class.
-        return transformers.PreTrainedTokenizerFast.from_pretrained(source, gguf_file=gguf_file)
+            loaded = transformers.AutoTokenizer.from_pretrained(source)
+        else:
+            # The same tokenizer that AutoTokenizer gives; that one reads the whole file twice to choose a class.
+            loaded = transformers.PreTrainedTokenizerFast.from_pretrained(source, gguf_file=gguf_file)
     except Exception as error:
         raise CheckpointError(
             f"No tokenizer can be built from {gguf_file or source}: {type(error).__name__}: {error}. "
             "Name another folder or hub id with `tokenizer`."
         ) from error
+    # It would take spaces out of the text; newer versions ignore it and warn.
+    loaded.clean_up_tokenization_spaces = False
+    return loaded
 
 
 def _weight_files(path: Path) -> tuple[dict[str, str], list[Path]]:
