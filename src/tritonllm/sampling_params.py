@@ -35,8 +35,8 @@ class SamplingParams:
 
     Attributes:
         temperature: >= 0. 0 is the exact argmax, lowest id among equals; below 1e-6 means, and is stored as, 0.
-        max_tokens: tokens to generate, exactly, unless the text ends first: >= 1, or None for as many as the length
-            limit leaves.
+        max_tokens: tokens to generate, exactly, unless the text ends first or meets a length limit (the engine's, the
+            request's, or the size of the KV cache): >= 1, or None for as many as the limits leave.
         ignore_eos: go on after an end-of-text id. `stop_token_ids` still stop.
         top_p: in [0, 1]. Sample from the smallest set of most probable tokens whose mass reaches it, after `top_k`;
             1 is off, 0 leaves the most probable token.

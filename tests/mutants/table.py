@@ -201,13 +201,7 @@ MUTANTS = (
         "if True or",
         LIFE,
     ),
-    Mutant(
-        "a second thread is let in",
-        "tritonllm.engine.guard",
-        "if not self._lock.acquire",
-        "if self._lock.acquire",
-        LIFE,
-    ),
+    Mutant("a second thread is let in", "tritonllm.engine.guard", "threading.RLock()", "threading.Semaphore(99)", LIFE),
     Mutant(
         "a failed engine goes on",
         _LOOP,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
 
 from tritonllm import EngineConfig, LLMEngine, SamplingParams
-from tritonllm.errors import CheckpointError, ConfigError, EngineError, RequestError, UnknownModelError
+from tritonllm.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    RequestError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
 
 PROMPTS = [[2, 3, 4], [9] * 20, [7]]
 
@@ -195,11 +203,12 @@ class TestRefusals:
                 engine.add_prompt(prompt, params)
         assert engine.scheduler.is_finished()
 
-    def test_an_empty_text_is_what_the_tokenizer_makes_of_it(self, engine) -> None:
-        assert engine.generate([""], greedy(2))["usage"][0]["prompt_tokens"] == 1  # BOS
-        engine.tokenizer.encode = lambda text, add_special_tokens=True: []
+    def test_an_empty_text_and_one_of_which_the_tokenizer_makes_nothing(self, engine) -> None:
         with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
             engine.generate([[3], ""], greedy())
+        engine.tokenizer.encode = lambda text, add_special_tokens=True: []
+        with pytest.raises(RequestError, match="prompt 0: the prompt is empty"):
+            engine.generate([" "], greedy())
 
     @pytest.mark.parametrize(("length", "fits"), [(31, True), (32, True), (33, False)])
     def test_a_prompt_that_can_never_fit_the_pool(self, make_engine, length: int, fits: bool) -> None:
@@ -307,3 +316,25 @@ class TestEnd:
         assert [found[0].token_ids for found in outputs] == alone
         engines[0].exit()
         assert engines[1].generate([[5, 6]], greedy(8))["token_ids"] == [alone[0]]
+
+
+def test_cached_tokens_are_those_of_other_requests_and_not_of_itself_before_a_preemption(make_engine) -> None:
+    engine = make_engine(block_size=8, max_cached_blocks=12)
+    prompts = [[10 + index] * 5 for index in range(4)]
+    result = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert engine.stats()["preemptions"] > 0
+    assert [usage["cached_tokens"] for usage in result["usage"]] == [0] * 4
+
+
+def test_a_pool_smaller_than_the_length_limit_is_said_at_the_start(make_engine, caplog) -> None:
+    engine = make_engine(block_size=8, max_cached_blocks=2)
+    assert "the KV cache holds 16 tokens" in caplog.text
+    result = engine.generate([[1] * 10], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+    assert (len(result["token_ids"][0]), result["finish_reason"]) == (7, ["length"])
+
+
+def test_a_folder_named_like_another_family_is_refused(llama, tmp_path) -> None:
+    folder = tmp_path / "Qwen3-0.6B"
+    shutil.copytree(llama, folder)
+    with pytest.raises(UnsupportedModelError, match=r"'qwen3' serves.*architectures=\['LlamaForCausalLM'\]"):
+        LLMEngine(str(folder), device="cpu")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tritonllm import SamplingParams
-from tritonllm.engine.prompts import as_params_list, as_prompt_list, tokenize
+from tritonllm.engine.prompts import as_params_list, as_prompt_list, tokenize, tokenize_chat
 from tritonllm.errors import RequestError
 from tritonllm.testing import tiny_tokenizer
 
@@ -42,10 +43,42 @@ def test_ids_are_taken_as_they_are() -> None:
     assert tokenize(range(3), None, 512) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("prompt", [[], (), [512], [-1], [1.0], [True], ["a"], [None], [[1]], None, 7, 1.5])
+@pytest.mark.parametrize(
+    "prompt",
+    [[], (), [512], [-1], [1.0], [True], ["a"], [None], [[1]], None, 7, 1.5, b"abc", bytearray(b"a"), {1: 2}, {1, 2}],
+)
 def test_what_cannot_be_a_prompt(prompt) -> None:
     with pytest.raises(RequestError):
         tokenize(prompt, None, 512)
+
+
+@pytest.mark.parametrize("given", [torch.tensor([5, 6]), torch.tensor([5, 6]).numpy(), iter([5, 6])])
+def test_integers_of_other_libraries_are_ids(given) -> None:
+    ids = tokenize(given, None, 512)
+    assert ids == [5, 6]
+    assert all(type(token_id) is int for token_id in ids)
+
+
+def test_a_tensor_of_ids_is_one_prompt() -> None:
+    assert len(as_prompt_list(torch.tensor([5, 6]))) == 1
+    assert len(as_prompt_list([torch.tensor([5, 6]), torch.tensor([7])])) == 2
+
+
+def test_an_empty_string_is_refused_even_where_the_tokenizer_would_write_bos(tokenizer) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        tokenize("", tokenizer, 512)
+
+
+def test_a_string_that_is_no_text_is_refused(tokenizer) -> None:
+    with pytest.raises(RequestError, match="the tokenizer does not take this text"):
+        tokenize("\udfff", tokenizer, 512)
+    with pytest.raises(RequestError):
+        tokenize_chat([{"role": "user", "content": "\ud800"}], tokenizer)
+
+
+def test_a_conversation_is_one_list_of_messages(tokenizer) -> None:
+    with pytest.raises(RequestError, match="a conversation is a list of messages"):
+        tokenize_chat([[{"role": "user", "content": "hi"}]], tokenizer)
 
 
 def test_the_ids_passed_in_are_not_kept() -> None:

@@ -61,6 +61,8 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
         """Whether blocks for every token of a waiting sequence are there, with `reserve` more left over."""
+        if self.num_free_blocks <= reserve:  # no prefix holds the last token: do not look one up at every step
+            return False
         hits = self._cached_prefix(seq)
         free_hits = sum(1 for block_id in hits if self._blocks[block_id].ref_count == 0)
         return self.blocks_for(len(seq)) - len(hits) + free_hits + reserve <= self.num_free_blocks
@@ -80,7 +82,9 @@ class BlockManager:
         seq.block_table = hits
         seq.num_registered_blocks = len(hits)
         seq.prefix_uid = self._blocks[hits[-1]].uid if hits else ROOT_PREFIX
-        seq.num_cached_tokens = seq.num_computed_tokens = len(hits) * self.block_size
+        seq.num_computed_tokens = len(hits) * self.block_size
+        if seq.admission < 0:  # after a preemption it would find itself
+            seq.num_cached_tokens = seq.num_computed_tokens
         self._grow(seq, len(seq))
 
     def can_append(self, seq: Sequence) -> bool:

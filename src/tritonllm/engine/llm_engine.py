@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from collections.abc import Sequence as ListOf
@@ -18,6 +19,8 @@ from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_loop import StepLoop
 from tritonllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("tritonllm")
 
 
 class LLMEngine:
@@ -59,6 +62,13 @@ class LLMEngine:
         self.config = resolved.engine.replace(max_cached_blocks=self.runner.num_blocks)
         if isinstance(config, MutableMapping):
             config["max_cached_blocks"] = self.runner.num_blocks
+        pool = self.runner.num_blocks * self.config.block_size
+        if pool < (self.config.max_model_length or 0):
+            logger.warning(
+                "the KV cache holds %d tokens, so requests end there and not at max_model_length = %d",
+                pool,
+                self.config.max_model_length,
+            )
         self.scheduler = Scheduler(
             self.config.max_num_sequences,
             self.config.max_num_batched_tokens,
@@ -103,7 +113,7 @@ class LLMEngine:
         """
         with self._loop.guard.turn():
             self._loop.require_usable(closed_too=True)
-            seq = self._loop.requests.get(seq_id)
+            seq = self._loop.requests.get(seq_id) if isinstance(seq_id, int) else None
             return seq is not None and self.scheduler.abort(seq)
 
     def step(self) -> tuple[list[RequestOutput], int, bool]:

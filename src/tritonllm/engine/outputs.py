@@ -18,7 +18,7 @@ class RequestOutput:
         finish_reason: "stop", "length", "abort" or "error".
         error: one sentence if the reason is "error".
         num_prompt_tokens: length of the prompt.
-        num_cached_tokens: tokens of it that the prefix cache held when it was last admitted.
+        num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
     """
 
     seq_id: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Set
 from collections.abc import Sequence as TokenIds
 from typing import Any
 
@@ -24,17 +25,41 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         if tokenizer is None:
             raise RequestError("a string prompt needs a tokenizer; pass token ids, or set the tokenizer key")
         bos = getattr(tokenizer, "bos_token", None)
-        ids = tokenizer.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
-    elif isinstance(prompt, Iterable):
+        # An empty string would be a lone BOS where the tokenizer writes one, and nothing where it does not.
+        ids = _encode(tokenizer, prompt, add_special_tokens=not (bos and prompt.startswith(bos))) if prompt else []
+    elif _is_listing(prompt):
         ids = list(prompt)
     else:
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
-    for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+    numbers = [_as_int(token_id) for token_id in ids]
+    for token_id, number in zip(ids, numbers, strict=True):
+        if number is None or not 0 <= number < vocab_size:
             raise RequestError(f"token id {token_id!r} is not an integer in [0, {vocab_size}), the model's vocabulary")
-    return ids
+    return numbers  # type: ignore[return-value]
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except Exception as error:  # a lone surrogate, for one, is a string that is no text
+        raise RequestError(f"the tokenizer does not take this text: {error}") from error
+
+
+def _is_listing(prompt: object) -> bool:
+    """Whether the items of an object have an order and are meant as items: no set, no mapping, no bytes."""
+    return isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set))
+
+
+def _as_int(item: object) -> int | None:
+    """An integer of any library as an int; None for what is none, and for a bool."""
+    if isinstance(item, (bool, str)):
+        return None
+    try:
+        return operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def tokenize_chat(messages: TokenIds[Mapping[str, Any]], tokenizer: Any) -> list[int]:
@@ -45,11 +70,16 @@ def tokenize_chat(messages: TokenIds[Mapping[str, Any]], tokenizer: Any) -> list
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError("this checkpoint has no chat template; use generate() with a plain prompt")
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"a conversation is a list of messages, dicts of role and content, and {message!r} is none"
+            )
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of the checkpoint and raise what they like
         raise RequestError(f"the chat template does not take these messages: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)
+    return _encode(tokenizer, text, add_special_tokens=False)
 
 
 def as_prompt_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
@@ -60,10 +90,10 @@ def as_prompt_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not _is_listing(prompts):
         raise RequestError(f"prompts are strings or lists of token ids, not {type(prompts).__name__}")
     listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
+    if listed and all(_as_int(item) is not None or isinstance(item, bool) for item in listed):
         return [listed]  # type: ignore[list-item]
     return listed  # type: ignore[return-value]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -21,7 +21,7 @@ from tritonllm.config import (
     resolve_max_model_length,
     resolve_model_config,
 )
-from tritonllm.errors import ConfigError
+from tritonllm.errors import ConfigError, UnsupportedModelError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
 from tritonllm.models.protocol import CausalLM
@@ -76,10 +76,11 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         checkpoint = open_checkpoint(config.model_name_or_path, revision=config.revision)
         hf_config = checkpoint.config
     # The name decides first, the architecture only where nobody claims the name.
+    architectures = (hf_config or {}).get("architectures") or ()
     spec = default_registry().resolve(
-        config.model_name_or_path if checkpoint is None else checkpoint.path,
-        (hf_config or {}).get("architectures") or (),
+        config.model_name_or_path if checkpoint is None else checkpoint.path, architectures
     )
+    _refuse_misnamed(config.model_name_or_path, spec, architectures)
     if checkpoint is not None:
         tokenizer = checkpoint.load_tokenizer(config.tokenizer)
     model = resolve_model_config(
@@ -113,6 +114,15 @@ def build_model(resolved: ResolvedModel, tp: TPGroup) -> CausalLM:
     else:
         load_weights(model, resolved.checkpoint.tensors())
     return cast(CausalLM, model.eval())
+
+
+def _refuse_misnamed(name: str, spec: ModelSpec, architectures: Sequence[str]) -> None:
+    """A checkpoint that bears the name of one family and the architecture of another would be computed wrongly."""
+    if architectures and spec.architectures and not set(architectures) & set(spec.architectures):
+        raise UnsupportedModelError(
+            f"{name!r} has a name that model {spec.name!r} serves, but its config.json says "
+            f"architectures={list(architectures)}, not {list(spec.architectures)}: rename the checkpoint."
+        )
 
 
 def _device(config: EngineConfig) -> str:

@@ -47,7 +47,7 @@ class Sequence:
         max_length: prompt and completion end here; set when the scheduler admits the request.
         sampling: how its tokens are chosen.
         block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
-        num_cached_tokens: tokens found in the prefix cache when blocks were last allocated.
+        num_cached_tokens: tokens found in the prefix cache when the sequence was first admitted.
         num_computed_tokens: tokens whose keys and values are stored, or will be by a step already launched.
         num_unread_tokens: tokens sampled by launched steps and not read yet.
         num_steps_in_flight: launched, unread steps that write to this sequence's blocks.
