@@ -21,6 +21,7 @@ from tritonllm.config import (
     resolve_max_model_length,
     resolve_model_config,
 )
+from tritonllm.config.hf import read_architectures
 from tritonllm.errors import ConfigError, UnsupportedModelError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
@@ -76,7 +77,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         checkpoint = open_checkpoint(config.model_name_or_path, revision=config.revision)
         hf_config = checkpoint.config
     # The name decides first, the architecture only where nobody claims the name.
-    architectures = (hf_config or {}).get("architectures") or ()
+    architectures = read_architectures(hf_config or {})
     spec = default_registry().resolve(
         config.model_name_or_path if checkpoint is None else checkpoint.path, architectures
     )
@@ -139,8 +140,10 @@ def _device(config: EngineConfig) -> str:
 
 def _shipped_shape(name: str) -> dict[str, Any] | None:
     """The config.json-like shape that the package ships under a checkpoint's name, if any."""
-    file = resources.files("tritonllm.bench") / "configs" / f"{checkpoint_key(name)}.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    # Looked up in the listing, since the file system refuses some names, such as very long ones.
+    shapes = {file.name: file for file in (resources.files("tritonllm.bench") / "configs").iterdir()}
+    file = shapes.get(f"{checkpoint_key(name)}.json")
+    return json.loads(file.read_text()) if file else None
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class RowPlacement:
         self._rows = [seq for seq in rows if seq is not None]
         grown = [
             (seq.row, len(seq.block_table) - len(added) + offset, block_id)
-            for seq in self._rows
+            for seq in (self._rows if new_blocks else ())
             if seq.seq_id in placed
             for added in [new_blocks.get(seq.seq_id, [])]
             for offset, block_id in enumerate(added)

@@ -225,7 +225,8 @@ class Scheduler:
             self.block_manager.poison(seq)
             self._finish(seq, "error", "the model's output for this request was not a number (NaN)")
             return
-        self.block_manager.register(seq, num_stored)
+        if num_stored // self.block_size > seq.num_registered_blocks:
+            self.block_manager.register(seq, num_stored)
         if token is None:
             return
         seq.append_token(token)
@@ -258,12 +259,13 @@ class Scheduler:
         new_blocks: dict[int, list[int]] = {}
         stalled: set[int] = set()
         for seq in list(self.running):
-            if seq.seq_id in stalled or seq.status is not SequenceStatus.RUNNING or seq.length >= seq.max_length:
+            length = seq.length
+            if seq.seq_id in stalled or seq.status is not SequenceStatus.RUNNING or length >= seq.max_length:
                 continue
-            if self._make_room(seq, stalled):
-                added = self.block_manager.append(seq)
-                if added:
-                    new_blocks[seq.seq_id] = added
+            if length <= len(seq.block_table) * self.block_size:  # all but one step of a block's worth
+                decoding.append(seq)
+            elif self._make_room(seq, stalled):
+                new_blocks[seq.seq_id] = self.block_manager.append(seq)
                 decoding.append(seq)
         return decoding, new_blocks, stalled
 
