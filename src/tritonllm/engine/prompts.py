@@ -43,7 +43,7 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except Exception as error:  # a lone surrogate, for one, is a string that is no text
+    except (TypeError, UnicodeError) as error:  # a lone surrogate: a string that is no text
         raise RequestError(f"the tokenizer does not take this text: {error}") from error
 
 
