@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tritonllm import LLMEngine
-from tritonllm.errors import CheckpointError
+from tritonllm.errors import CheckpointError, ConfigError, UnknownModelError
 from tritonllm.testing import assert_engine_matches, save_tiny_checkpoint, tiny_hf_config
 
 HEAD = "lm_head.weight"
@@ -51,6 +51,12 @@ class TestTiedHead:
         tensors = load_file(tmp_path / "model.safetensors")
         save_file({**tensors, HEAD: tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
         assert_engine_matches(str(tmp_path), twin, PROMPT, chunks=[], device="cpu")
+
+    def test_tied_and_present_but_different_is_an_error(self, llama) -> None:
+        folder, _, _ = llama
+        set_fields(folder, tie_word_embeddings=True)
+        with pytest.raises(CheckpointError, match=r"set tie_word_embeddings to false .*lm_head.weight"):
+            open_engine(folder)
 
     def test_untied_and_present_uses_the_head(self, llama) -> None:
         folder, twin, tensors = llama
@@ -95,6 +101,21 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=r"wrong shape \(2\)"):
             open_engine(folder)
 
+    def test_weights_of_integers(self, llama) -> None:
+        folder, _, tensors = llama
+        name = "model.layers.1.mlp.down_proj.weight"
+        save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"wrong dtype \(1\): {name} is torch.int8"):
+            open_engine(folder)
+
+    @pytest.mark.parametrize("architectures", ["LlamaForCausalLM", 5, [5], [["LlamaForCausalLM"]]])
+    def test_architectures_that_are_no_list_of_names(self, llama, architectures) -> None:
+        folder, _, _ = llama
+        set_fields(folder, architectures=architectures)
+        with pytest.raises(ConfigError, match="architectures=.*: give a list of strings") as caught:
+            open_engine(folder)
+        assert repr(architectures) in str(caught.value)
+
     def test_no_weights_at_all(self, llama) -> None:
         folder, _, _ = llama
         (folder / "model.safetensors").unlink()
@@ -106,6 +127,12 @@ class TestDamage:
         (folder / "config.json").unlink()
         with pytest.raises(CheckpointError, match="no config.json"):
             open_engine(folder)
+
+    @pytest.mark.parametrize("name", ["a" * 5000, "~nouser-of-that-name/x", "two\0words"])
+    @pytest.mark.parametrize("load_format", ["auto", "dummy"])
+    def test_a_name_that_cannot_be_a_path(self, name, load_format) -> None:
+        with pytest.raises((CheckpointError, UnknownModelError)):
+            LLMEngine(name, device="cpu", load_format=load_format)
 
     def test_a_path_that_is_not_there(self, tmp_path) -> None:
         with pytest.raises(CheckpointError, match="There is no file or folder"):

@@ -49,13 +49,13 @@ class TestLocal:
         path = folder(tmp_path / "Tiny-1M", generation_config={"eos_token_id": [1, 2]})
         checkpoint = open_checkpoint(path)
         assert isinstance(checkpoint, SafetensorsCheckpoint)
-        assert (checkpoint.path, checkpoint.key) == (path, "Tiny-1M")
+        assert checkpoint.path == path
         assert checkpoint.config == {"model_type": "tiny"}
         assert checkpoint.generation_config == {"eos_token_id": [1, 2]}
 
-    def test_a_folder_of_the_hub_cache_has_the_key_of_its_repository(self, tmp_path):
+    def test_a_folder_of_the_hub_cache(self, tmp_path):
         path = folder(tmp_path / "models--owner--Tiny-1M" / "snapshots" / "0123abcd")
-        assert open_checkpoint(str(path) + "/").key == "Tiny-1M"
+        assert open_checkpoint(str(path) + "/").path == path
         assert open_checkpoint(path).generation_config == {}
 
     def test_a_local_folder_wins_over_the_hub_and_over_packages(self, tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ class TestLocal:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
         folder(tmp_path / "owner" / "Tiny-1M")
         folder(tmp_path / "SmolLM2-135M-Instruct")
-        assert open_checkpoint("owner/Tiny-1M").key == "Tiny-1M"
+        assert open_checkpoint("owner/Tiny-1M").path == Path("owner/Tiny-1M")
         assert isinstance(open_checkpoint("SmolLM2-135M-Instruct"), SafetensorsCheckpoint)
 
     def test_the_home_folder_is_understood(self, tmp_path, monkeypatch):
@@ -78,6 +78,14 @@ class TestLocal:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
         with pytest.raises(CheckpointError, match="There is no file or folder"):
             open_checkpoint(name)
+
+    @pytest.mark.parametrize(
+        ("name", "reason"), [("a" * 5000, "too long"), ("~nouser-of-that-name/x", "home directory")]
+    )
+    def test_a_name_that_cannot_be_looked_up_is_one_sentence(self, name, reason):
+        with pytest.raises(CheckpointError, match=f"is no path that can be looked up: .*{reason}") as caught:
+            open_checkpoint(name)
+        assert len(str(caught.value)) < 150
 
     def test_a_gguf_file_alone_or_as_the_only_weights_of_a_folder(self, tmp_path, opened):
         file = gguf_file(tmp_path / "m" / "Tiny-1M.Q8_0.gguf")
@@ -164,7 +172,7 @@ class TestHub:
             huggingface_hub, "snapshot_download", lambda repo, **options: calls.append((repo, options)) or str(path)
         )
         checkpoint = open_checkpoint("owner/Tiny-1M", revision="v2")
-        assert (checkpoint.key, checkpoint.path) == ("Tiny-1M", path)
+        assert checkpoint.path == path
         ((repo, options),) = calls
         assert (repo, options.pop("revision")) == ("owner/Tiny-1M", "v2")
         kept = {

@@ -5,6 +5,7 @@ Most tests put a fake engine in the place of the real one; signals and broken pi
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import io
 import json
@@ -303,6 +304,53 @@ class TestSignals:
             _, err = running.communicate(timeout=60)
         assert running.returncode == 1
         assert err.strip() == ""
+
+
+class TestStreams:
+    """A standard stream that is closed, full, or cannot show every letter."""
+
+    FAKE = 'import tritonllm\nfrom test_cli import FakeEngine\nvars(tritonllm)["LLMEngine"] = FakeEngine'
+
+    def finish(self, *args: str, code: str = FAKE, **options: Any) -> tuple[int, str, str]:
+        with process(*args, code=code, **options) as running:
+            out, err = running.communicate(timeout=60)
+        return running.returncode, out, err
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    @pytest.mark.parametrize("args", [("generate", "m", "hi"), ("models",), ("models", "--json"), ("--help",)])
+    def test_output_that_cannot_be_written_is_one_line(self, args: tuple[str, ...]) -> None:
+        with open("/dev/full", "w") as full:
+            code, _, err = self.finish(*args, stdout=full)
+        assert (code, err) == (1, "error: [Errno 28] No space left on device\n")
+
+    @pytest.mark.parametrize(
+        ("args", "stream", "result"),
+        [
+            (("generate", "m", "hi"), "stdin", (0, "HI\n", "")),
+            (("generate", "m"), "stdin", (1, "", "error: standard input is closed\n")),
+            (("chat", "m"), "stdin", (1, "", "error: standard input is closed\n")),
+            (("generate", "m", "hi"), "stdout", (1, "", "error: standard output is closed\n")),
+            (("generate", "m", "hi"), "stderr", (0, "HI\n", "")),
+        ],
+    )
+    def test_a_closed_stream(self, args: tuple[str, ...], stream: str, result: Any) -> None:
+        # Python gives None where the process was started without the stream.
+        assert self.finish(*args, code=f"{self.FAKE}\nsys.{stream} = None") == result
+
+    def test_letters_that_the_terminal_cannot_show_are_replaced(self) -> None:
+        environment = {"PYTHONIOENCODING": "ascii"}
+        assert self.finish("generate", "m", "a\N{SNOWMAN}b", env=environment) == (0, "A?B\n", "")
+
+
+@pytest.mark.parametrize("name", ["linears", "decode_attention"])
+def test_a_benchmark_of_kernels_needs_a_gpu(name: str, monkeypatch, capsys) -> None:
+    module = importlib.import_module(f"tritonllm.bench.{name}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 1
+    assert capsys.readouterr() == ("", "This benchmark needs a CUDA device, and torch sees none.\n")
 
 
 class TestListings:

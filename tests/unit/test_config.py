@@ -167,6 +167,16 @@ def test_the_model_must_be_named() -> None:
         EngineConfig.from_dict("org/model")  # type: ignore[arg-type]
 
 
+def test_only_the_model_may_be_positional() -> None:
+    assert EngineConfig("org/model", block_size=16) == config(block_size=16)
+    with pytest.raises(ConfigError, match="model_name_or_path=7"):
+        EngineConfig(7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        EngineConfig("org/model", 1)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig("org/model", model_name_or_path="other")  # type: ignore[misc]
+
+
 def test_a_path_is_a_name(tmp_path: Path) -> None:
     made = EngineConfig(model_name_or_path=tmp_path, tokenizer=tmp_path)  # type: ignore[arg-type]
     assert made.model_name_or_path == made.tokenizer == str(tmp_path)

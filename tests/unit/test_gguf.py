@@ -87,7 +87,6 @@ def file(tmp_path):
 class TestConfig:
     def test_of_a_plain_llama(self, file):
         checkpoint = open_checkpoint(write(file, tokenizer__ggml__eos_token_id=2))
-        assert checkpoint.key == "Tiny-1M"
         assert checkpoint.path == file
         assert checkpoint.generation_config == {}
         assert checkpoint.config == {
@@ -315,7 +314,6 @@ class TestSmolLM2:
     """A real checkpoint, 4-bit: SmolLM2-135M-Instruct."""
 
     def test_its_config_is_that_of_the_hub(self, smollm2):
-        assert smollm2.key == "SmolLM2-135M-Instruct"
         assert smollm2.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
         hub = {
             "architectures": ["LlamaForCausalLM"],

@@ -105,6 +105,12 @@ class TestReading:
             ("rope_scaling", {"type": "linear"}),
             ("rope_scaling", {"type": "linear", "factor": "2"}),
             ("rope_scaling", {"type": "llama3", "factor": 2.0}),
+            ("architectures", "LlamaForCausalLM"),
+            ("architectures", 5),
+            ("architectures", [None]),
+            ("layer_types", "full_attention"),
+            ("layer_types", 5),
+            ("layer_types", [["full_attention"]]),
         ],
     )
     def test_a_malformed_field_is_named(self, field: str, value: object) -> None:

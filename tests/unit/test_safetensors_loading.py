@@ -33,9 +33,9 @@ def write(folder, tensors, shards=1, **config):
     return folder
 
 
-def load(folder, model=None, **options):
+def load(folder, model=None):
     model = model or TinyModel()
-    return model, load_weights(model, open_checkpoint(folder).tensors(), **options)
+    return model, load_weights(model, open_checkpoint(folder).tensors())
 
 
 def assert_holds(model, tensors):
@@ -91,6 +91,12 @@ def test_no_tensor_is_kept_when_the_next_is_asked_for():
 class TestTiedHead:
     """Flag and file disagree in all combinations in the wild."""
 
+    EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+    def with_head(self, head, first=False):
+        """A checkpoint with this head, stored before everything else or after it."""
+        return {self.HEAD: head, **checkpoint(tied=True)} if first else {**checkpoint(tied=True), self.HEAD: head}
+
     @pytest.mark.parametrize("head_first", [False, True])
     def test_tied_and_absent(self, head_first):
         tensors = checkpoint(tied=True)
@@ -99,11 +105,42 @@ class TestTiedHead:
         assert_holds(model, tensors)
 
     @pytest.mark.parametrize("head_first", [False, True])
-    def test_tied_and_present_keeps_the_embedding_and_reports_the_head(self, head_first):
-        tensors = checkpoint()
+    @pytest.mark.parametrize("stored_first", [False, True])
+    def test_tied_and_present_is_one_tensor_and_reports_the_head(self, head_first, stored_first):
+        tensors = self.with_head(checkpoint(tied=True)[self.EMBEDDING].clone(), stored_first)
         model = TinyModel(tied=True, head_first=head_first)
-        assert load_weights(model, tensors.items()).ignored == ("lm_head.weight",)
+        report = load_weights(model, tensors.items())
+        assert report.ignored == (self.HEAD,)
+        assert self.EMBEDDING in report.loaded
         assert_holds(model, tensors)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("stored_first", [False, True])
+    def test_tied_and_present_but_different_is_an_error(self, rank, stored_first):
+        head = checkpoint(tied=True)[self.EMBEDDING].clone()
+        head[rank * 8 + 3, 2] += 1
+        model = TinyModel(tied=True, rank=rank, size=2)
+        with pytest.raises(CheckpointError, match="set tie_word_embeddings to false in config.json") as caught:
+            load_weights(model, self.with_head(head, stored_first).items())
+        assert self.HEAD in str(caught.value)
+        assert self.EMBEDDING in str(caught.value)
+        assert "missing" not in str(caught.value)
+
+    def test_tied_tensors_are_compared_in_the_dtype_of_the_model(self):
+        head = checkpoint(tied=True)[self.EMBEDDING].bfloat16().float()
+        load_weights(TinyModel(tied=True).bfloat16(), self.with_head(head).items())
+        with pytest.raises(CheckpointError, match="tied but different"):
+            load_weights(TinyModel(tied=True), self.with_head(head).items())
+
+    def test_tied_and_present_in_another_shape_is_an_error(self):
+        with pytest.raises(CheckpointError, match=r"wrong shape \(1\): lm_head.weight"):
+            load_weights(TinyModel(tied=True), self.with_head(torch.zeros(2, HIDDEN)).items())
+
+    def test_a_tied_head_alone_does_not_stand_for_the_embedding(self):
+        tensors = self.with_head(checkpoint()[self.HEAD])
+        del tensors[self.EMBEDDING]
+        with pytest.raises(CheckpointError, match=r"missing \(1\): model.embed_tokens.weight"):
+            load_weights(TinyModel(tied=True), tensors.items())
 
     def test_untied_and_absent_is_an_error(self):
         with pytest.raises(CheckpointError, match=r"missing \(1\): lm_head.weight"):
@@ -126,6 +163,23 @@ class TestDamage:
         assert (
             "wrong shape (1): model.layers.0.self_attn.q_proj.weight is [4, 8], the config asks for [8, 8]" in message
         )
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+    def test_a_tensor_that_is_not_floating_is_named_and_not_copied(self, dtype):
+        name = "model.layers.0.self_attn.k_proj.weight"
+        tensors = checkpoint()
+        tensors[name] = tensors[name].to(dtype)
+        model = TinyModel()
+        with pytest.raises(CheckpointError, match=rf"wrong dtype \(1\): {name} is {dtype}, ") as caught:
+            load_weights(model, tensors.items())
+        assert "missing" not in str(caught.value)
+        assert model.model.layers[0].self_attn.qkv_proj.weight[8:12].isnan().all()
+
+    def test_a_parameter_of_integers_takes_integers(self):
+        model = nn.Module()
+        model.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        load_weights(model, {"table": torch.tensor([1, 2, 3])}.items())
+        assert model.table.tolist() == [1, 2, 3]
 
     @given(seed=st.integers(0, 10**6), count=st.integers(1, 4))
     def test_whatever_is_dropped_is_named(self, seed, count):
@@ -168,13 +222,14 @@ class TestIgnored:
         tensors = {**checkpoint(), self.EXTRA: torch.zeros(2)}
         assert load_weights(TinyModel(), tensors.items()).ignored == (self.EXTRA,)
 
-    def test_an_author_or_a_caller_lists_more_by_whole_segments(self):
+    def test_an_author_lists_more_by_whole_segments(self):
         tensors = {**checkpoint(), "vision.q_scale": torch.zeros(1), "model.unused": torch.zeros(1)}
         model = TinyModel()
-        model.ignored_weights = ("q_scale",)
-        assert load_weights(model, tensors.items(), ignore=("unused",)).ignored == ("vision.q_scale", "model.unused")
+        model.ignored_weights = ("q_scale", "unused")
+        assert load_weights(model, tensors.items()).ignored == ("vision.q_scale", "model.unused")
+        model.ignored_weights = ("scale",)
         with pytest.raises(CheckpointError, match=r"unexpected \(2\)"):
-            load_weights(TinyModel(), tensors.items(), ignore=("scale",))
+            load_weights(model, tensors.items())
 
 
 class TestFolder:
@@ -219,6 +274,17 @@ class TestFolder:
         (folder / "model.safetensors.index.json").write_text("{}")
         with pytest.raises(CheckpointError, match="no weight_map"):
             open_checkpoint(folder)
+
+    @pytest.mark.parametrize("shard", [5, None, ["a"], {"a": 1}])
+    def test_an_index_that_names_no_file_is_an_error(self, tmp_path, shard):
+        folder = write(tmp_path / "tiny", checkpoint(), 2)
+        index = folder / "model.safetensors.index.json"
+        weight_map = json.loads(index.read_text())["weight_map"]
+        index.write_text(json.dumps({"weight_map": {**weight_map, "lm_head.weight": shard}}))
+        with pytest.raises(CheckpointError, match=r"weight_map\['lm_head.weight'\]=.* is not valid") as caught:
+            open_checkpoint(folder)
+        assert repr(shard) in str(caught.value)
+        assert str(index) in str(caught.value)
 
 
 def test_a_plain_module_is_filled_by_its_own_names():

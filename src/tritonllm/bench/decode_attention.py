@@ -264,6 +264,8 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024, 8192])
     parser.add_argument("--variants", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "This benchmark needs a CUDA device, and torch sees none.\n")
     for heads in map(Heads.parse, args.heads):
         check(heads)
     if not args.variants:

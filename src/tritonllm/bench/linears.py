@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a layer's name, for example 'Qwen3-0.6B'")
     parser.add_argument("--tune", action="store_true", help="try other forms of each shape")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "This benchmark needs a CUDA device, and torch sees none.\n")
     torch.manual_seed(0)
     print(f"{'layer':22}{'M':>3}  {'K -> rows':15}{'us':>8}{'TB/s':>6}{'no PDL':>8}{'F.linear':>9}{'error':>9}")
     for shape in SHAPES:

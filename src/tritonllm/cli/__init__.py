@@ -6,6 +6,8 @@ inside the commands that need it, so `--help` answers at once.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -33,15 +35,31 @@ for command in (generate, chat, models, plugins):
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line on `args` (default: those of this process) and leave with its exit code.
 
-    0 is success, 1 an error of tritonllm (one line on standard error), 2 wrong usage, 130 Ctrl-C.
+    0 is success, 1 an error of tritonllm or of the system (one line on standard error), 2 wrong usage, 130 Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # models write more than every terminal can show
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            app(args, prog_name="tritonllm")
-        except TritonLLMError as error:
+            if sys.stdout is None:
+                raise OSError("standard output is closed")
+            try:
+                app(args, prog_name="tritonllm")
+            finally:
+                _flush_output()
+        except (TritonLLMError, OSError) as error:
             say("error: " + " ".join(str(error).split()))
             sys.exit(1)
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What is left goes nowhere, or Python would try and fail again on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from tritonllm.cli.terminal import say
+from tritonllm.cli.terminal import say, standard_input
 from tritonllm.errors import EngineError, RequestError, TritonLLMError
 from tritonllm.sampling_params import SamplingParams
 
@@ -99,13 +99,14 @@ def chat(
     """Talk with a model that has a chat template. /help lists what else you can type."""
     params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
     config = _engine_config(model, max_model_length, device, dtype, enforce_eager)
+    prompt = ">>> " if standard_input().isatty() else ""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from now on input() edits lines and has a history
     with _engine(config, stats) as llm:
         if not _has_chat_template(llm):
             raise RequestError(f"{model!r} has no chat template: use `tritonllm generate`.")
         messages = _opening(system)
-        for line in _lines():
+        for line in _lines(prompt):
             command = line.strip()
             if command == "/bye":
                 break
@@ -157,9 +158,10 @@ def _read_prompt(prompt: str | None) -> str:
     """The argument, or all of standard input without its last line end."""
     try:
         if prompt is None:
-            if sys.stdin.isatty():
+            stdin = standard_input()
+            if stdin.isatty():
                 say("Type the prompt, then Ctrl-D on a line of its own.")
-            prompt = sys.stdin.read().removesuffix("\n")
+            prompt = stdin.read().removesuffix("\n")
         prompt.encode()
     except UnicodeError as error:
         raise typer.BadParameter("the prompt is not valid UTF-8.") from error
@@ -173,7 +175,7 @@ def _read_prompt(prompt: str | None) -> str:
 
 @contextlib.contextmanager
 def _engine(config: EngineConfig, stats: bool) -> Iterator[LLMEngine]:
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         say(f"Loading {config.model_name_or_path} ...")
     start = time.perf_counter()
     with _interrupt_noted() as noted:  # code that runs inside an import may swallow an exception
@@ -243,9 +245,8 @@ def _answer(
 # ---- the chat loop ----
 
 
-def _lines() -> Iterator[str]:
-    """Lines that the user types, until Ctrl-D. Ctrl-C drops the line."""
-    prompt = ">>> " if sys.stdin.isatty() else ""
+def _lines(prompt: str) -> Iterator[str]:
+    """Lines that the user types, until Ctrl-D. Ctrl-C drops the line. The prompt is empty without a terminal."""
     while True:
         try:
             line = input(prompt)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 def say(text: str) -> None:
     """One message to the user, on standard error."""
     typer.echo(text, err=True)
+
+
+def standard_input() -> TextIO:
+    """Standard input, which a process may be started without.
+
+    Raises:
+        OSError: this one was.
+    """
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    return sys.stdin
 
 
 def show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -75,6 +75,14 @@ def text() -> Rule:
     return Rule("a non-empty string", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
+def strings() -> Rule:
+    """A list of strings, as JSON gives it."""
+    return Rule(
+        "a list of strings",
+        lambda value: isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value),
+    )
+
+
 def one_of(*choices: str) -> Rule:
     """One of a few names."""
     return Rule("one of " + ", ".join(map(repr, choices)), lambda value: isinstance(value, str) and value in choices)

@@ -6,7 +6,7 @@ import difflib
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from tritonllm.config.checks import Rule, check_fields, even, flag, integer, integers, number, one_of, text
@@ -146,7 +146,9 @@ def _checks_keywords(cls: type[_Config]) -> type[_Config]:
     generated = cls.__init__
 
     @functools.wraps(generated)
-    def __init__(self: _Config, **keys: Any) -> None:
+    def __init__(self: _Config, model_name_or_path: Any = MISSING, **keys: Any) -> None:
+        if model_name_or_path is not MISSING:
+            keys["model_name_or_path"] = model_name_or_path
         generated(self, **canonical_keys(keys))
 
     cls.__init__ = __init__  # type: ignore[assignment]
@@ -154,9 +156,9 @@ def _checks_keywords(cls: type[_Config]) -> type[_Config]:
 
 
 @_checks_keywords
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineConfig:
-    """Everything a user can set on an engine. Immutable: `replace` gives a changed copy.
+    """Everything a user can set on an engine: the model, then keywords. Immutable: `replace` gives a changed copy.
 
     Any bad key or value raises `ConfigError` at construction, before a process starts or memory is taken.
     `max_num_seqs` is an alias of `max_num_sequences`.
@@ -188,6 +190,7 @@ class EngineConfig:
     """
 
     model_name_or_path: str
+    _: KW_ONLY
     world_size: int = 1
     max_num_sequences: int = 16
     max_num_batched_tokens: int = 1024

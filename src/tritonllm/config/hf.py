@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from tritonllm.config.checks import Rule, flag, integer, number, text
+from tritonllm.config.checks import Rule, flag, integer, number, strings, text
 from tritonllm.config.hf_rope import read_rope
 from tritonllm.config.model import DTYPES, ModelConfig
 from tritonllm.errors import ConfigError, UnsupportedModelError
@@ -133,7 +133,7 @@ def read_hf_config(
         "rope": read_rope(fields, head_dim, max_position),
         "sliding_window": _sliding_window(fields, layer_windows),
         "eos_token_ids": read_token_ids(fields, "eos_token_id"),
-        "architectures": tuple(fields.get("architectures") or ()),
+        "architectures": read_architectures(fields),
         "model_type": fields.get("model_type") or "",
         "dtype": _dtype(fields),
     }
@@ -227,6 +227,11 @@ def read_token_ids(fields: Mapping[str, Any], field: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def read_architectures(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the model's classes in transformers, empty if the file tells none."""
+    return tuple(_take(fields, "architectures", strings(), ()))
+
+
 _REQUIRED = object()
 
 
@@ -257,13 +262,13 @@ def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float:
 
 def _sliding_window(fields: Mapping[str, Any], layer_windows: bool) -> int | None:
     """The window of the layers that have one, None if none has."""
-    layer_types = (fields.get("layer_types") or None) if layer_windows else None
-    for layer_type in layer_types or ():
+    layer_types = _take(fields, "layer_types", strings(), ()) if layer_windows else ()
+    for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise unsupported("layer_types", layer_type)
     window = _take(fields, "sliding_window", integer(1), None)
     enabled = _take(fields, "use_sliding_window", flag(), True)
-    if layer_types and "sliding_attention" in layer_types:
+    if "sliding_attention" in layer_types:
         if window is None or not enabled:
             raise unsupported("layer_types", "sliding_attention", "the size of the window is not given")
         return window

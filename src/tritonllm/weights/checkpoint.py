@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tritonllm.config.checks import text
 from tritonllm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,15 +26,12 @@ class Checkpoint(Protocol):
 
     Attributes:
         path: the folder, or the `.gguf` file.
-        key: the name that the model registry knows it by.
         config: config.json as a plain dict; for a GGUF file the equivalent dict.
         generation_config: generation_config.json as a plain dict, empty if there is none.
     """
 
     @property
     def path(self) -> Path: ...
-    @property
-    def key(self) -> str: ...
     @property
     def config(self) -> dict[str, Any]: ...
     @property
@@ -59,9 +57,8 @@ class SafetensorsCheckpoint:
         CheckpointError: a file is missing or is not readable, or the folder holds no weights.
     """
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.key = key
         self.config = read_json(path / CONFIG)
         generation_config = path / GENERATION_CONFIG
         self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
@@ -138,6 +135,8 @@ def _weight_files(path: Path) -> tuple[dict[str, str], list[Path]]:
         shard_of = read_json(path / INDEX).get("weight_map")
         if not isinstance(shard_of, dict) or not shard_of:
             raise CheckpointError(f"{path / INDEX} has no weight_map; download it again.")
+        for name, shard in shard_of.items():
+            text().check(f"{path / INDEX}: weight_map[{name!r}]", shard, CheckpointError)
         shards = sorted(set(shard_of.values()))
         missing = [shard for shard in shards if not (path / shard).is_file()]
         if missing:

@@ -29,4 +29,4 @@ def dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """
     targets, _ = find_targets(model)
     for name, target in targets.items():
-        target.load(dummy_tensor(seed, name, target.tensor.shape, target.device))
+        target.load(dummy_tensor(seed, name, target.tensor.shape, target.parameter.device))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritonllm.errors import CheckpointError
-from tritonllm.registry import checkpoint_key
 from tritonllm.weights.checkpoint import load_tokenizer
 from tritonllm.weights.gguf_config import config_from_gguf
 from tritonllm.weights.gguf_file import GgufFile
@@ -51,7 +50,6 @@ class GgufCheckpoint:
         if importlib.util.find_spec("gguf") is None:
             raise CheckpointError(f"Reading {path} needs the gguf package: pip install 'tritonllm-engine[gguf]'.")
         self.path = path
-        self.key = checkpoint_key(path)
         self._file = GgufFile(path)
         self.config = config_from_gguf(self._file)
         self.generation_config: dict[str, Any] = {}

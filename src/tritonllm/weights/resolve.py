@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import reprlib
 from pathlib import Path
 
 from tritonllm.errors import CheckpointError
@@ -34,8 +35,13 @@ def open_checkpoint(name_or_path: str | os.PathLike[str], revision: str | None =
         UnsupportedModelError: a GGUF file of an architecture that cannot be read.
     """
     name = os.fspath(name_or_path)
-    path = Path(name).expanduser()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # too long, in a folder that may not be read, or of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{reprlib.repr(name)} is no path that can be looked up: {reason}") from error
+    if exists:
         return _open_path(path)
     if _looks_like_path(name):
         raise CheckpointError(f"There is no file or folder {name!r}.")
@@ -55,7 +61,7 @@ def _open_path(path: Path) -> Checkpoint:
             names = ", ".join(file.name for file in gguf_files)
             raise CheckpointError(f"{path} holds several .gguf files, give the path of one of them: {names}.")
         return GgufCheckpoint(gguf_files[0])
-    return SafetensorsCheckpoint(path, checkpoint_key(path))
+    return SafetensorsCheckpoint(path)
 
 
 def _open_packaged(name: str, distribution: str) -> Checkpoint:

@@ -13,11 +13,11 @@ from tritonllm.models.parameters import CheckpointTensor, HoldsCheckpointTensors
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where one checkpoint tensor goes: a parameter of `module`, or one slot of a fused parameter."""
+    """Where one checkpoint tensor goes: `parameter` of `module`, or one slot of it if it is fused."""
 
     module: nn.Module
     tensor: CheckpointTensor
-    device: torch.device
+    parameter: nn.Parameter
 
     def load(self, tensor: torch.Tensor) -> None:
         """Copy the whole, unsharded tensor (of the announced shape) into the parameter, casting to its dtype."""
@@ -28,8 +28,17 @@ class Target:
             with torch.no_grad():
                 getattr(self.module, leaf).copy_(tensor)
 
+    def reload(self, tensor: torch.Tensor) -> bool:
+        """`load` over what another tensor left, and tell whether that changed nothing.
 
-def find_targets(model: nn.Module) -> tuple[dict[str, Target], set[str]]:
+        What was there waits on the CPU: memory that it took on a GPU would be missing from the KV pool.
+        """
+        before = self.parameter.detach().to("cpu", copy=True)
+        self.load(tensor)
+        return torch.equal(before, self.parameter.detach().cpu())
+
+
+def find_targets(model: nn.Module) -> tuple[dict[str, Target], dict[str, str]]:
     """Walk a model once and name every tensor that it needs.
 
     Args:
@@ -39,29 +48,29 @@ def find_targets(model: nn.Module) -> tuple[dict[str, Target], set[str]]:
 
     Returns:
         `(targets, shared)`: targets by checkpoint name, and the names of parameters that are shared with one of these
-        (a tied head), which need no tensor of their own.
+        (a tied head), which need no tensor of their own, each with the name that it is shared with.
 
     Raises:
         CheckpointError: a slot is missing from `model.packed`, or two parameters ask for one name.
     """
     segments = {destination: segment for segment, destination in getattr(model, "packed", {}).items()}
     targets: dict[str, Target] = {}
-    shared: set[str] = set()
-    seen: set[nn.Parameter] = set()
+    shared: dict[str, str] = {}
+    owners: dict[nn.Parameter, str] = {}
     # The head goes last, so that of a tied pair the embedding is the owner, as in transformers.
     for path, module in sorted(model.named_modules(), key=lambda item: item[0].split(".")[-1] == "lm_head"):
         own = dict(module.named_parameters(recurse=False))
-        fresh = {name: parameter for name, parameter in own.items() if parameter not in seen}
-        shared.update(_join(path, name) for name in own.keys() - fresh.keys())
+        fresh = {name: parameter for name, parameter in own.items() if parameter not in owners}
+        shared |= {_join(path, name): owners[own[name]] for name in own.keys() - fresh.keys()}
         if not fresh:
             continue
-        seen.update(fresh.values())
+        owners |= {parameter: _join(path, name) for name, parameter in fresh.items()}
         for needed in _announced(module, fresh):
             name = _checkpoint_name(path, needed, segments)
             if name in targets:
                 raise CheckpointError(f"Two parameters of {type(model).__name__} ask for checkpoint tensor {name!r}.")
-            device = (fresh[needed.leaf] if needed.leaf in fresh else next(iter(fresh.values()))).device
-            targets[name] = Target(module, needed, device)
+            parameter = fresh[needed.leaf] if needed.leaf in fresh else next(iter(fresh.values()))
+            targets[name] = Target(module, needed, parameter)
     return targets, shared
 
 
