@@ -99,7 +99,8 @@ def choose_form(
     if tokens == 1 and columns <= _GEMV_COLUMNS * 2 // itemsize:
         return _gemv_form(columns, rows, itemsize, gated, normed)
     if itemsize == 4:
-        return Form("looped", block_n=32, block_k=32, num_warps=4, num_stages=2)
+        # Exact products run on plain cores, whose operands fill the registers: more rows take more threads.
+        return Form("looped", block_n=32, block_k=32, num_warps=4 if tokens <= 8 else 8, num_stages=2)
     block_m = token_block(tokens, shared_memory)
     longest = _ONE_SHOT_COLUMNS_FEW if block_m == 8 and not normed else _ONE_SHOT_COLUMNS
     if columns <= longest and rows * columns <= _ONE_SHOT_ELEMENTS:
