@@ -128,14 +128,14 @@ def run_alone(engine: LLMEngine, request: Request) -> list[int]:
     return engine.generate([request.prompt], request.params)["token_ids"][0]
 
 
-def measure_error(engine: LLMEngine, reference: NaiveDecoder, texts: list[list[int]]) -> float:
-    """Largest difference of a logit from the reference, over all positions: prompt in two chunks, then decoded."""
-    worst = 0.0
+def measure_error(engine: LLMEngine, reference: NaiveDecoder, texts: list[list[int]]) -> torch.Tensor:
+    """Largest difference of a logit from the reference at each position: prompt in two chunks, then decoded."""
+    errors = []
     for text in texts:
         decode_from = max(1, len(text) - 16)
         logits = engine_logits(engine, text, sorted({max(1, decode_from // 2), decode_from}), decode_from)
-        worst = max(worst, (logits.double() - reference.logits(text, len(text)).double()).abs().max().item())
-    return worst
+        errors.append((logits.double() - reference.logits(text, len(text)).double()).abs().amax(dim=-1))
+    return torch.cat(errors)
 
 
 def judge(request: Request, alone: list[int], reference: NaiveDecoder, tolerance: float, verdict: Verdict) -> None:
@@ -197,7 +197,8 @@ def soak(model: str, dtype: str, options: argparse.Namespace) -> bool:
     compared = greedy if options.alone is None else greedy[:: max(1, len(greedy) // options.alone)]
     lengths = [min(length, longest) for length in (16, 300, 2000)]
     texts = [(greedy[index].prompt + greedy[-1 - index].prompt)[:length] for index, length in enumerate(lengths)]
-    error = measure_error(alone, reference, texts)
+    errors = measure_error(alone, reference, texts)
+    error, usual_error = errors.max().item(), errors.median().item()
     verdict = Verdict()
     ready = clock()
     for request in compared:
@@ -205,6 +206,7 @@ def soak(model: str, dtype: str, options: argparse.Namespace) -> bool:
     alone.exit()
     whole = stats["free_blocks"] == stats["total_blocks"] and all(request.finish_reason for request in requests)
     differing = len(verdict.near_ties) + len(verdict.mismatches)
+    wide = sum(gap >= TOLERANCE * usual_error for gap in verdict.near_ties)
     few = dtype != "float32" or differing <= FLOAT32_LIMIT * max(verdict.compared, 1 / FLOAT32_LIMIT)
     report = {
         "model": f"{model}, {dtype}",
@@ -217,6 +219,7 @@ def soak(model: str, dtype: str, options: argparse.Namespace) -> bool:
         "tokens compared": f"{verdict.compared:,}",
         "logit error": f"{error:.3g} against {REFERENCE[dtype]}; tolerance {TOLERANCE * error:.3g}",
         "near-ties": f"{len(verdict.near_ties)}, the widest {max(verdict.near_ties, default=0):.3g}",
+        "of these": f"{wide} are wider than {TOLERANCE} times {usual_error:.3g}, the error at the median position",
         "mismatches": f"{len(verdict.mismatches)}",
         "seconds": f"{started - begin:.0f} start, {served - started:.0f} crowd, {clock() - ready:.0f} alone",
     }
