@@ -5,8 +5,8 @@
 The crowd: random lengths, shared beginnings, sampled neighbours, aborts, a pool small enough to preempt, prompts in
 chunks. Alone: a second engine that serves one request at a time and never finds a prefix. Where the two differ first, a
 reference without a cache scores both tokens, given all text before: float64 judges float32, float32 judges bfloat16.
-Scores nearer than 4 times the logit error, measured against that reference, are a near-tie and counted apart; anything
-else is a mismatch. Exits with 1 if there is one, if more than 1 in 10,000 float32 tokens differ, if a block is lost, or
+Scores nearer than 4 times the logit error, that of the median position against that reference, are a near-tie and
+counted apart; anything else is a mismatch. Exits with 1 if there is one, if more than 1 in 10,000 float32 tokens differ, if a block is lost, or
 if nobody was preempted.
 """
 
@@ -198,15 +198,15 @@ def soak(model: str, dtype: str, options: argparse.Namespace) -> bool:
     lengths = [min(length, longest) for length in (16, 300, 2000)]
     texts = [(greedy[index].prompt + greedy[-1 - index].prompt)[:length] for index, length in enumerate(lengths)]
     errors = measure_error(alone, reference, texts)
-    error, usual_error = errors.max().item(), errors.median().item()
+    # The usual error, not the worst: some models are far off at a few positions, and that would excuse everything.
+    tolerance = TOLERANCE * errors.median().item()
     verdict = Verdict()
     ready = clock()
     for request in compared:
-        judge(request, run_alone(alone, request), reference, TOLERANCE * error, verdict)
+        judge(request, run_alone(alone, request), reference, tolerance, verdict)
     alone.exit()
     whole = stats["free_blocks"] == stats["total_blocks"] and all(request.finish_reason for request in requests)
     differing = len(verdict.near_ties) + len(verdict.mismatches)
-    wide = sum(gap >= TOLERANCE * usual_error for gap in verdict.near_ties)
     few = dtype != "float32" or differing <= FLOAT32_LIMIT * max(verdict.compared, 1 / FLOAT32_LIMIT)
     report = {
         "model": f"{model}, {dtype}",
@@ -217,9 +217,8 @@ def soak(model: str, dtype: str, options: argparse.Namespace) -> bool:
         "pool at the end": f"{stats['free_blocks']} of {stats['total_blocks']} blocks free",
         "outputs compared": f"{len(compared)} of {len(greedy)} greedy ones",
         "tokens compared": f"{verdict.compared:,}",
-        "logit error": f"{error:.3g} against {REFERENCE[dtype]}; tolerance {TOLERANCE * error:.3g}",
-        "near-ties": f"{len(verdict.near_ties)}, the widest {max(verdict.near_ties, default=0):.3g}",
-        "of these": f"{wide} are wider than {TOLERANCE} times {usual_error:.3g}, the error at the median position",
+        "logit error": f"{errors.median():.3g} against {REFERENCE[dtype]}, at the worst position {errors.max():.3g}",
+        "near-ties": f"{len(verdict.near_ties)}, the widest {max(verdict.near_ties, default=0):.3g} of {tolerance:.3g}",
         "mismatches": f"{len(verdict.mismatches)}",
         "seconds": f"{started - begin:.0f} start, {served - started:.0f} crowd, {clock() - ready:.0f} alone",
     }

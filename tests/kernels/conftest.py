@@ -74,6 +74,8 @@ def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Fill every new uninitialised tensor with NaN (integers: the smallest), so an element left unwritten shows."""
+    with torch.device("cpu"):  # at the first call torch notes which functions it places: the true `empty` is one
+        torch.empty(0)
     empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *args, **kwargs: _poisoned(empty(*args, **kwargs)))
