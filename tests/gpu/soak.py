@@ -3,11 +3,11 @@
     python tests/gpu/soak.py --requests 2000 --dtypes float32 bfloat16
 
 The crowd: random lengths, shared beginnings, sampled neighbours, aborts, a pool small enough to preempt, prompts in
-chunks. Alone: a second engine that serves one request at a time and never finds a prefix. Where the two differ first, a
-reference without a cache scores both tokens, given all text before: float64 judges float32, float32 judges bfloat16.
-Scores nearer than 4 times the logit error, that of the median position against that reference, are a near-tie and
-counted apart; anything else is a mismatch. Exits with 1 if there is one, if more than 1 in 10,000 float32 tokens differ, if a block is lost, or
-if nobody was preempted.
+chunks. Alone: a second engine that serves one request at a time and never finds a prefix. Where the two differ first,
+a reference without a cache scores both tokens, given all text before: float64 judges float32, float32 judges
+bfloat16. Scores nearer than 4 times the logit error, that of the median position against that reference, are a near-
+tie and counted apart; anything else is a mismatch. Exits with 1 if there is one, if more than 1 in 10,000 float32
+tokens differ, if a block is lost, or if nobody was preempted.
 """
 
 from __future__ import annotations
