@@ -275,6 +275,13 @@ class TestChat:
 
 
 class TestSignals:
+    @pytest.fixture(autouse=True)
+    def _ctrl_c_is_not_ignored(self) -> Iterator[None]:
+        """A shell starts background jobs with SIGINT ignored, which their children inherit."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     def test_ctrl_c_ends_generate_with_130_and_no_traceback(self) -> None:
         with process("generate", "m", "a long answer", code=SLOW_ENGINE) as running:
             assert running.stdout.read(1) == "A"
