@@ -30,6 +30,7 @@ class Case:
         build: makes the launches from meta tensors.
         sized: `build` takes `shared_memory`, the bytes that the target offers, and picks its tiles by it.
         dot: the kernels must use tensor cores.
+        only: the targets that the kernels exist for; empty for all.
         may_spill: registers may spill; only for shapes that ship with that on purpose (head_dim above 128).
     """
 
@@ -38,6 +39,7 @@ class Case:
     dot: bool = False
     may_spill: bool = False
     sized: bool = False
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ _ALWAYS = ("sm_90", "gfx942")
 def _pairs() -> list:
     pairs = []
     files_seen: set[str] = set()
-    for key in all_cases():
+    for key, case in all_cases().items():
         file = key.split("-", 1)[0]
         targets = _ALWAYS if file in files_seen else tuple(TARGETS)
         files_seen.add(file)
-        for name in TARGETS:
+        for name in case.only or TARGETS:
             marks = () if name in targets else pytest.mark.slow
             pairs.append(pytest.param(key, name, id=f"{key}-{name}", marks=marks))
     return pairs

@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**16)
 
 
 def run(batch: PagedBatch, scale: float, shared_memory: int | None = None) -> torch.Tensor:
-    rows = prefill_tile_rows(batch.q.shape[2], batch.q.dtype)
+    rows = prefill_tile_rows(batch.q.shape[2], batch.q.dtype, batch.k_cache.shape[1], batch.q.device)
     tiles = prefill_tiles(batch.query_lens, batch.contexts, rows)
     tiles_tensor = torch.tensor(tiles, dtype=torch.int32, device=batch.q.device).reshape(-1, 2)
     arguments = (batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, rows, scale)
@@ -159,7 +159,7 @@ def test_reference_cuts_long_prompts(device: torch.device) -> None:
 
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=8),
-    tile_rows=st.sampled_from([16, 32, 64]),
+    tile_rows=st.sampled_from([16, 32, 64, 128]),
 )
 def test_tiles_cover_every_row_once_heaviest_first(pairs: list[tuple[int, int]], tile_rows: int) -> None:
     query_lens = [query_len for query_len, _ in pairs]
@@ -192,8 +192,9 @@ def test_refuses_what_it_cannot_take(device: torch.device) -> None:
 def test_block_offsets_beyond_31_bits(device: torch.device) -> None:
     k_cache, v_cache, tables = two_large_caches(device)
     q = torch.randn(65, 16, 128, device=device).to(torch.bfloat16).repeat(2, 1, 1)
-    tiles = torch.tensor(prefill_tiles([65, 65], [1000, 1000], 64), dtype=torch.int32, device=device)
     lens = torch.full((2,), 1000, dtype=torch.int32, device=device)
-    out = prefill_attention(q, k_cache, v_cache, tables, cu_seqlens([65, 65], device), lens, tiles, 64, 128**-0.5)
-    assert torch.isfinite(out).all()
-    assert torch.equal(out[:65], out[65:])
+    for rows in (64, 128):
+        tiles = torch.tensor(prefill_tiles([65, 65], [1000, 1000], rows), dtype=torch.int32, device=device)
+        out = prefill_attention(q, k_cache, v_cache, tables, cu_seqlens([65, 65], device), lens, tiles, rows, 128**-0.5)
+        assert torch.isfinite(out).all()
+        assert torch.equal(out[:65], out[65:])

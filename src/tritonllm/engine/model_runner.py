@@ -54,7 +54,7 @@ class ModelRunner:
         self.dtype = getattr(torch, self.config.dtype)
         self.max_num_rows = self.config.max_num_sequences
         self.block_size = self.config.block_size
-        self.tile_rows = prefill_tile_rows(self.resolved.config.head_dim, self.dtype)
+        self.tile_rows = prefill_tile_rows(self.resolved.config.head_dim, self.dtype, self.block_size, self.device)
         tp = TPGroup(rank, self.config.world_size)
         with torch.inference_mode():
             self.model = build_model(self.resolved, tp)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.errors import KernelError
 
@@ -79,7 +82,8 @@ class Launch:
     Attributes:
         kernel: the `@triton.jit` function.
         grid: number of programs along each axis.
-        args: run-time arguments by name, in the kernel's order: tensors, ints, floats, or None.
+        args: run-time arguments by name, in the kernel's order: tensors, descriptors that TMA reads by, ints, floats,
+            or None.
         constexprs: compile-time arguments by name.
         options: compiler options such as `num_warps` and `num_stages`.
     """
@@ -113,7 +117,8 @@ class Launch:
         Returns Triton's compiled kernel: `.asm` holds the stages, `.metadata.shared` the bytes of shared memory.
         """
         signature, constexprs, attributes = self._specialise()
-        source = triton.compiler.ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+        make_source = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = make_source(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
         return triton.compile(source, target=target, options={**_OPTIONS, **self.options})
 
     def _specialise(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list]]:
@@ -139,6 +144,10 @@ class Launch:
                 signature[name] = _POINTER_TYPES[value.dtype]
                 if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                     attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, TensorDescriptor):
+                box = ",".join(str(size) for size in value.block_shape)
+                element = _POINTER_TYPES[value.base.dtype].removeprefix("*")
+                signature[name] = f"tensordesc<{element}[{box}],{value.layout!r}>"
             elif isinstance(value, float):
                 signature[name] = "fp32"
             elif isinstance(value, int):

@@ -12,7 +12,7 @@ One path serves a fresh prompt, a cached prefix, a chunk and a resumed sequence:
     tiles           [N, 2]       (sequence, first query row) of each program's queries
 
 Rounding: scores, softmax and sums in float32; the weights are rounded to the cache's dtype before they meet V, the sum
-is rounded once at the end. Tiled as in FlashAttention-2 (arXiv:2307.08691).
+is rounded once at the end. Tiled as in FlashAttention-2 (arXiv:2307.08691). `prefill_hopper` is a second form of it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tritonllm.kernels.paged_attention import (
     online_softmax_step,
     shared_memory_limit,
 )
+from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, lies_in_rows, plan_prefill_hopper, serves_shape
 from tritonllm.kernels.reference import attention as reference
 
 
@@ -131,8 +132,10 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def prefill_tile_rows(head_dim: int, dtype: torch.dtype) -> int:
-    """Query rows of one program: the same on every GPU, so that the host can cut tiles without asking the device."""
+def prefill_tile_rows(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device) -> int:
+    """Query rows of one program, by which the host cuts tiles; `block_size` is that of the cache."""
+    if serves_shape(head_dim, dtype, block_size, device):
+        return HOPPER_TILE_ROWS
     if dtype.itemsize <= 2:
         return 64
     return 32 if head_dim <= 64 else 16
@@ -180,8 +183,13 @@ def plan_prefill_attention(
     out: torch.Tensor,
     *,
     shared_memory: int | None = None,
+    hopper: bool | None = None,
 ) -> Launch:
-    """Plan `prefill_attention` into `out`; `shared_memory` (bytes) defaults to what q's device offers."""
+    """Plan `prefill_attention` into `out`.
+
+    `shared_memory` (bytes) defaults to what q's device offers, and `hopper` (`prefill_hopper`, or the form here that
+    runs everywhere) to whether the sizes, the device and the tiles allow it.
+    """
     op = "prefill_attention"
     check_paged(op, q, k_cache, v_cache, block_tables)
     batch = block_tables.shape[0]
@@ -207,10 +215,14 @@ def plan_prefill_attention(
     )
     check(scale > 0, op, f"scale must be positive, got {scale}")
     num_heads, head_dim = q.shape[1], q.shape[2]
+    if hopper is None:
+        hopper = tile_rows == HOPPER_TILE_ROWS and serves_shape(head_dim, q.dtype, k_cache.shape[1], q.device)
+    if hopper and lies_in_rows(q, k_cache, v_cache, out):
+        return plan_prefill_hopper(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, tiles, scale, out)
     block_d = max(16, triton.next_power_of_2(head_dim))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
     block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit)
-    num_warps = 4 if block_d * q.element_size() <= 256 else 8
+    num_warps = 4 if block_d * q.element_size() <= 256 and tile_rows <= 64 else 8
     return Launch(
         kernel=_prefill_attention_kernel,
         grid=(tiles.shape[0] * num_heads,),

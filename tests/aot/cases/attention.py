@@ -10,6 +10,7 @@ from harness import Case, meta
 from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
 from tritonllm.kernels.launch import Launch
 from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tile_rows
+from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
 
 _SEQUENCES, _TOKENS, _TABLE_WIDTH = 4, 64, 128
 
@@ -39,7 +40,7 @@ def _attention(
             _int32(_SEQUENCES + 1),
             _int32(_SEQUENCES),
             _int32(_SEQUENCES, 2),
-            prefill_tile_rows(head_dim, q.dtype),
+            prefill_tile_rows(head_dim, q.dtype, block_size, q.device),
             scale,
             torch.empty_like(q),
             shared_memory=shared_memory,
@@ -64,6 +65,26 @@ def _attention(
     return launches
 
 
+def _hopper(num_heads: int, num_kv_heads: int, head_dim: int) -> list[Launch]:
+    """Prefill as a Hopper device gets it."""
+    k_cache, v_cache = meta(2, 1024, 256, num_kv_heads, head_dim)
+    q = meta(_TOKENS, num_heads, head_dim)
+    launch = plan_prefill_attention(
+        q,
+        k_cache,
+        v_cache,
+        _int32(_SEQUENCES, _TABLE_WIDTH),
+        _int32(_SEQUENCES + 1),
+        _int32(_SEQUENCES),
+        _int32(_SEQUENCES, 2),
+        HOPPER_TILE_ROWS,
+        head_dim**-0.5,
+        torch.empty_like(q),
+        hopper=True,
+    )
+    return [launch]
+
+
 CASES = [
     Case("qwen3-0.6b", partial(_attention, 16, 8, 128, batches=(64,)), dot=True, sized=True),
     Case("llama-3.2-1b", partial(_attention, 32, 8, 64, batches=(1,)), dot=True, sized=True),
@@ -71,4 +92,6 @@ CASES = [
     Case("qwen3-8b-blocks-of-16", partial(_attention, 32, 8, 128, block_size=16), dot=True, sized=True),
     Case("head-dim-80", partial(_attention, 32, 32, 80), dot=True, sized=True),
     Case("head-dim-256", partial(_attention, 8, 1, 256), dot=True, sized=True, may_spill=True),
+    Case("hopper-head-dim-128", partial(_hopper, 16, 8, 128), dot=True, only=("sm_90",)),
+    Case("hopper-head-dim-64", partial(_hopper, 32, 8, 64), dot=True, only=("sm_90",)),
 ]

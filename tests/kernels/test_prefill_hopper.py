@@ -1,0 +1,96 @@
+"""The Hopper form of prefill attention against the reference, at lengths that fill its tiles. It has no interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged import EXAMPLES, PagedBatch, Shape, paged_batch
+from tolerances import tolerance
+
+from tritonllm.kernels.launch import interpreting
+from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tile_rows, prefill_tiles
+from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
+from tritonllm.kernels.reference import attention as reference
+
+pytestmark = pytest.mark.skipif(
+    interpreting() or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU: Gluon has no interpreter",
+)
+SHAPES = st.builds(
+    Shape,
+    num_kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 3, 8]),
+    head_dim=st.sampled_from([64, 128]),
+    block_size=st.sampled_from([128, 256]),
+)
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
+LENGTHS = st.one_of(st.integers(0, 700), st.sampled_from([1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384]))
+SEEDS = st.integers(0, 2**16)
+
+
+def run(batch: PagedBatch, scale: float, padding: int = 0) -> torch.Tensor:
+    """The output, NaN where nothing was written; `padding` tiles start behind every query."""
+    tiles = prefill_tiles(batch.query_lens, batch.contexts, HOPPER_TILE_ROWS) + [(0, 2**30)] * padding
+    tiles_tensor = torch.tensor(tiles, dtype=torch.int32, device=batch.q.device).reshape(-1, 2)
+    out = torch.empty(batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
+    launch = plan_prefill_attention(
+        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, HOPPER_TILE_ROWS, scale, out
+    )
+    assert launch.kernel.is_gluon()
+    launch.run()
+    return out
+
+
+@settings(EXAMPLES)
+@given(shape=SHAPES, dtype=DTYPES, seed=SEEDS, padding=st.integers(0, 3), data=st.data())
+def test_matches_reference(
+    shape: Shape, dtype: torch.dtype, seed: int, padding: int, data: st.DataObject, device: torch.device
+) -> None:
+    """Ragged batches with prefixes; what is not theirs, behind contexts too, is poison."""
+    pairs = data.draw(st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=6))
+    query_lens = [query_len for query_len, _ in pairs]
+    contexts = [query_len + prefix for query_len, prefix in pairs]
+    batch = paged_batch(shape, query_lens, contexts, dtype, device, seed)
+    expected = reference.prefill_attention(
+        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, shape.scale
+    )
+    tolerances = tolerance("prefill_attention", dtype)
+    torch.testing.assert_close(run(batch, shape.scale, padding), expected, **tolerances)
+
+
+@settings(EXAMPLES)
+@given(shape=SHAPES, dtype=DTYPES, seed=SEEDS, length=st.integers(1, 600), prefix=st.integers(0, 600))
+def test_neighbours_and_block_order_do_not_matter(
+    shape: Shape, dtype: torch.dtype, seed: int, length: int, prefix: int, device: torch.device
+) -> None:
+    """Bit for bit: a sequence alone, in other blocks, equals itself in a batch."""
+    alone = paged_batch(shape, [length], [prefix + length], dtype, device, seed)
+    many = paged_batch(shape, [length, 200, 7], [prefix + length, 500, 9], dtype, device, seed, layout_seed=1)
+    many.q[:length] = alone.q
+    assert torch.equal(run(many, shape.scale)[:length], run(alone, shape.scale))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_many_more_tiles_than_programs(num_kv_heads: int, device: torch.device) -> None:
+    """Each program takes many tiles of different lengths in turn, and every time gives the same."""
+    shape = Shape(num_kv_heads=num_kv_heads, group=4, head_dim=128, block_size=256)
+    query_lens = [1500, 1, 130, 700, 64, 1027, 300]
+    contexts = [1500, 900, 130, 1000, 65, 2000, 3000]
+    batch = paged_batch(shape, query_lens, contexts, torch.bfloat16, device, seed=1)
+    expected = reference.prefill_attention(
+        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, shape.scale
+    )
+    first = run(batch, shape.scale)
+    torch.testing.assert_close(first, expected, **tolerance("prefill_attention", torch.bfloat16))
+    for _ in range(20):
+        assert torch.equal(run(batch, shape.scale), first)
+
+
+def test_the_engine_asks_for_it_where_it_serves(device: torch.device) -> None:
+    assert prefill_tile_rows(128, torch.bfloat16, 256, device) == HOPPER_TILE_ROWS
+    assert prefill_tile_rows(64, torch.float16, 128, device) == HOPPER_TILE_ROWS
+    assert prefill_tile_rows(80, torch.bfloat16, 256, device) < HOPPER_TILE_ROWS
+    assert prefill_tile_rows(128, torch.bfloat16, 16, device) < HOPPER_TILE_ROWS
+    assert prefill_tile_rows(128, torch.float32, 256, device) < HOPPER_TILE_ROWS
