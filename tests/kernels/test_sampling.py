@@ -12,7 +12,7 @@ from sampling_rows import LARGE, ON_GPU, Rows, few_examples, generator, kept_by_
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.kept_set import plan_kept_threshold
-from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile
+from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log
 from tritonllm.kernels.reference import sampling as reference
 from tritonllm.kernels.sampling import pick_tokens, plan_pick_tokens, sample_tokens
 
@@ -20,8 +20,8 @@ TINY = (0.0, 1e-45, 1e-38, 1e-10, 1e-6, MIN_TEMPERATURE.value, 1e-4, 1e-2)
 
 
 @triton.jit(do_not_specialize=["position", "first_id"])
-def _write_noise_kernel(out_ptr, seeds_ptr, position, first_id, TILE: tl.constexpr):
-    noise = gumbel_tile(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), position, first_id, TILE)
+def _write_noise_kernel(out_ptr, seeds_ptr, position, first_id, TILE: tl.constexpr, HARDWARE_LOG: tl.constexpr):
+    noise = gumbel_tile(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), position, first_id, TILE, HARDWARE_LOG)
     tl.store(out_ptr + tl.arange(0, TILE), noise)
 
 
@@ -42,10 +42,12 @@ def test_noise_is_that_of_the_reference(device: torch.device, seed: int, positio
     seeds = torch.randint(-(2**31), 2**31 - 1, (1, 2), generator=generator(seed), dtype=torch.int32)
     tile, first = 256, 4 * quad
     out = torch.empty(tile, device=device)
-    _write_noise_kernel[(1,)](out, seeds.to(device), position, first, TILE=tile)
+    hardware_log = has_hardware_log(device)
+    _write_noise_kernel[(1,)](out, seeds.to(device), position, first, TILE=tile, HARDWARE_LOG=hardware_log)
     expected = reference.gumbel_noise(seeds, torch.tensor([position], dtype=torch.int32), first + tile)[0, first:]
-    # Two logs, each within 2 ULP of its value, and a log of E has the relative error of E as an absolute one.
-    torch.testing.assert_close(out.cpu(), expected, rtol=4e-7, atol=1e-6)
+    # Two logs, each within 2 ULP of its value, and a log of E has the relative error of E as an absolute one. That of
+    # the hardware is off by 2^-22, where E is at least 1/32.
+    torch.testing.assert_close(out.cpu(), expected, rtol=4e-7, atol=6e-6 if hardware_log else 1e-6)
 
 
 def test_noise_has_its_distribution() -> None:

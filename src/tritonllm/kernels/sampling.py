@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tiling
 from tritonllm.kernels.launch import Launch, check, runs_kernel
-from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, perturb
+from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log, perturb
 from tritonllm.kernels.reference import sampling as reference
 
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -41,6 +41,7 @@ def _pick_kernel(
     positions_stride,
     vocab_size,
     TILE: tl.constexpr,
+    HARDWARE_LOG: tl.constexpr,
 ):
     """Best score of a tile and the lowest id that has it; id -1 if the tile holds NaN."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -59,7 +60,8 @@ def _pick_kernel(
         seed_low = tl.load(seeds_ptr + row * seeds_stride)
         seed_high = tl.load(seeds_ptr + row * seeds_stride + seeds_word_stride)
         position = tl.load(positions_ptr + row * positions_stride)
-        score = perturb(x, temperature, gumbel_tile(seed_low, seed_high, position, tile * TILE, TILE))
+        noise = gumbel_tile(seed_low, seed_high, position, tile * TILE, TILE, HARDWARE_LOG)
+        score = perturb(x, temperature, noise)
     best = tl.max(tl.where(kept, score, float("-inf")), axis=0)
     winner = tl.min(tl.where(kept & (score == best), token, _NO_TOKEN), axis=0)
     tl.store(best_ptr + row * tl.num_programs(0) + tile, best)
@@ -85,10 +87,13 @@ def plan_pick_tokens(
     thresholds: torch.Tensor | None,
     out: torch.Tensor,
     tile: int = TILE,
+    *,
+    hardware_log: bool | None = None,
 ) -> list[Launch]:
     """Plan of `pick_tokens` into out int32 [B], with scratch of its own; the result does not depend on the tile.
 
     With thresholds, contiguous fp32 [B], only tokens with a logit at or above that of their row take part.
+    `hardware_log` defaults to whether the logits' device has it.
     """
     op = "pick_tokens"
     check_logits(op, logits)
@@ -124,7 +129,10 @@ def plan_pick_tokens(
             "positions_stride": positions.stride(0),
             "vocab_size": vocab_size,
         },
-        constexprs={"TILE": tile},
+        constexprs={
+            "TILE": tile,
+            "HARDWARE_LOG": has_hardware_log(logits.device) if hardware_log is None else hardware_log,
+        },
         options={"num_warps": 8},
     )
     merge = Launch(

@@ -15,20 +15,25 @@ _BATCH = 64
 _VOCAB_SIZE = 151936
 
 
-def _sample(dtype: torch.dtype) -> list[Launch]:
+def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     """The launches of `pick_tokens`, then those of `sample_tokens`, which passes thresholds."""
     logits = meta(_BATCH, _VOCAB_SIZE, dtype=dtype)
     temperatures, top_ps, thresholds = (meta(_BATCH, dtype=torch.float32) for _ in range(3))
     top_ks, positions, out = (meta(_BATCH, dtype=torch.int32) for _ in range(3))
     seeds = meta(_BATCH, 2, dtype=torch.int32)
     return [
-        *plan_pick_tokens(logits, temperatures, seeds, positions, None, out),
+        *plan_pick_tokens(logits, temperatures, seeds, positions, None, out, hardware_log=hardware_log),
         *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds),
-        *plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out),
+        *plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out, hardware_log=hardware_log),
     ]
 
 
 CASES = [
     Case("qwen3-bf16", partial(_sample, torch.bfloat16)),
     Case("qwen3-fp32", partial(_sample, torch.float32)),
+    Case(
+        "qwen3-bf16-nvidia",
+        partial(_sample, torch.bfloat16, hardware_log=True),
+        only=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+    ),
 ]
