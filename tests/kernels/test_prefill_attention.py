@@ -12,9 +12,9 @@ from tolerances import tolerance
 from tritonllm.errors import KernelError
 from tritonllm.kernels.launch import interpreting
 from tritonllm.kernels.prefill_attention import (
+    PrefillTiling,
     plan_prefill_attention,
     prefill_attention,
-    prefill_tile_rows,
     prefill_tiles,
 )
 from tritonllm.kernels.reference import attention as reference
@@ -32,7 +32,10 @@ SEEDS = st.integers(0, 2**16)
 
 
 def run(batch: PagedBatch, scale: float, shared_memory: int | None = None) -> torch.Tensor:
-    rows = prefill_tile_rows(batch.q.shape[2], batch.q.dtype, batch.k_cache.shape[1], batch.q.device)
+    _, num_heads, head_dim = batch.q.shape
+    rows = PrefillTiling.choose(
+        num_heads, head_dim, batch.q.dtype, batch.k_cache.shape[1], batch.q.device
+    ).portable_rows
     tiles = prefill_tiles(batch.query_lens, batch.contexts, rows)
     tiles_tensor = torch.tensor(tiles, dtype=torch.int32, device=batch.q.device).reshape(-1, 2)
     arguments = (batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, rows, scale)

@@ -10,7 +10,7 @@ from paged import EXAMPLES, PagedBatch, Shape, paged_batch
 from tolerances import tolerance
 
 from tritonllm.kernels.launch import interpreting
-from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tile_rows, prefill_tiles
+from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention, prefill_tiles
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
 from tritonllm.kernels.reference import attention as reference
 
@@ -38,7 +38,7 @@ def run(batch: PagedBatch, scale: float, padding: int = 0) -> torch.Tensor:
     launch = plan_prefill_attention(
         batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, HOPPER_TILE_ROWS, scale, out
     )
-    assert launch.kernel.is_gluon()
+    assert launch.kernel.is_gluon() or not len(batch.q)
     launch.run()
     return out
 
@@ -89,8 +89,13 @@ def test_many_more_tiles_than_programs(num_kv_heads: int, device: torch.device) 
 
 
 def test_the_engine_asks_for_it_where_it_serves(device: torch.device) -> None:
-    assert prefill_tile_rows(128, torch.bfloat16, 256, device) == HOPPER_TILE_ROWS
-    assert prefill_tile_rows(64, torch.float16, 128, device) == HOPPER_TILE_ROWS
-    assert prefill_tile_rows(80, torch.bfloat16, 256, device) < HOPPER_TILE_ROWS
-    assert prefill_tile_rows(128, torch.bfloat16, 16, device) < HOPPER_TILE_ROWS
-    assert prefill_tile_rows(128, torch.float32, 256, device) < HOPPER_TILE_ROWS
+    def rows(head_dim: int, dtype: torch.dtype, block_size: int, query_lens: list[int]) -> int:
+        return PrefillTiling.choose(16, head_dim, dtype, block_size, device).rows(query_lens)
+
+    assert rows(128, torch.bfloat16, 256, [500] * 4) == HOPPER_TILE_ROWS
+    assert rows(64, torch.float16, 128, [2048]) == HOPPER_TILE_ROWS
+    assert rows(128, torch.bfloat16, 256, [500]) < HOPPER_TILE_ROWS
+    assert rows(64, torch.bfloat16, 256, [500] * 4) < HOPPER_TILE_ROWS
+    assert rows(80, torch.bfloat16, 256, [4096]) < HOPPER_TILE_ROWS
+    assert rows(128, torch.bfloat16, 16, [4096]) < HOPPER_TILE_ROWS
+    assert rows(128, torch.float32, 256, [4096]) < HOPPER_TILE_ROWS

@@ -216,7 +216,7 @@ def are_plain(chunks: list[PrefillChunk]) -> bool:
 
 
 def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device) -> StepInputs:
-    """Inputs of prompt chunks, at least one; `tile_rows` is what `prefill_tile_rows` gives for the model."""
+    """Inputs of prompt chunks, at least one, in tiles of `tile_rows` query rows."""
     layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows)
     return layout.inputs(to_device(layout.pack(chunks, block_size), device), are_plain(chunks))
 

@@ -23,7 +23,7 @@ from tritonllm.engine.upload import upload
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN, advance_rows, load_rows
-from tritonllm.kernels.prefill_attention import prefill_tile_rows
+from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.kernels.sampling import pick_tokens, sample_tokens
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.decoder import DecoderLM
@@ -54,8 +54,11 @@ class ModelRunner:
         self.dtype = getattr(torch, self.config.dtype)
         self.max_num_rows = self.config.max_num_sequences
         self.block_size = self.config.block_size
-        self.tile_rows = prefill_tile_rows(self.resolved.config.head_dim, self.dtype, self.block_size, self.device)
         tp = TPGroup(rank, self.config.world_size)
+        model = self.resolved.config
+        self.tiling = PrefillTiling.choose(
+            model.num_heads // tp.size, model.head_dim, self.dtype, self.block_size, self.device
+        )
         with torch.inference_mode():
             self.model = build_model(self.resolved, tp)
             self._make_state(tp)
@@ -124,10 +127,12 @@ class ModelRunner:
         table = [0] * (-(-length // self.block_size))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        sizes = [(1, 1, tile_rows) for tile_rows in self.tiling.all_rows]
+        sizes.append((length, count, self.tiling.rows([length] * count)))
         for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0)):
-            for chunk_length, chunk_count in ((1, 1), (length, count)):
+            for chunk_length, chunk_count, tile_rows in sizes:
                 chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling)
-                inputs = prefill_inputs([chunk] * chunk_count, self.block_size, self.tile_rows, self.device)
+                inputs = prefill_inputs([chunk] * chunk_count, self.block_size, tile_rows, self.device)
                 inputs.attn.slot_mapping.fill_(-1)
                 self._prefill(inputs)
         torch.cuda.synchronize()
@@ -154,8 +159,8 @@ class ModelRunner:
         if padded:
             table_width = self.rows.shape[1] - HEADER
             budget = self.config.max_num_batched_tokens
-            layouts = prefill_layouts(budget, self.max_num_rows, table_width, self.tile_rows)
-        return PrefillGraphs(self._prefill, layouts, self.block_size, self.tile_rows, self.device)
+            layouts = prefill_layouts(budget, self.max_num_rows, table_width, self.tiling.portable_rows)
+        return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.resolved.config, num_blocks, self.block_size, self.num_kv_heads, self.dtype, self.device)
@@ -274,7 +279,8 @@ class ModelRunner:
     def prepare_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
         """Ids `[T]` of the tokens of `seqs` not computed yet; the metadata waits for `run_model` in this thread."""
         chunks = [prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs]
-        self._thread.inputs = prefill_inputs(chunks, self.block_size, self.tile_rows, self.device)
+        tile_rows = self.tiling.rows([len(chunk.token_ids) for chunk in chunks])
+        self._thread.inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
         return self._thread.inputs.input_ids
 
     @torch.inference_mode()

@@ -12,6 +12,7 @@ from tritonllm.engine.cuda_graphs import capture
 from tritonllm.engine.inputs import PrefillLayout, StepInputs, are_plain, prefill_inputs
 from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.upload import on_host, to_device
+from tritonllm.kernels.prefill_attention import PrefillTiling
 
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512)
 MAX_SEQS = 8
@@ -19,7 +20,7 @@ MAX_TABLE_WIDTH = 256
 
 
 def prefill_layouts(max_tokens: int, max_seqs: int, table_width: int, tile_rows: int) -> list[PrefillLayout]:
-    """Layouts worth capturing under these limits, smallest first."""
+    """Layouts worth capturing under these limits, smallest first, in tiles of the form that runs everywhere."""
     seqs = min(max_seqs, MAX_SEQS)
     width = min(-(-table_width // 16) * 16, MAX_TABLE_WIDTH)
     return [
@@ -39,7 +40,7 @@ class PrefillGraphs:
         forward: runs a prefill on the inputs given.
         layouts: smallest first.
         block_size: tokens a cache block holds.
-        tile_rows: query rows of a tile, for chunks that fit no layout.
+        tiling: says how chunks that fit no layout are cut into tiles.
         device: where the inputs lie.
     """
 
@@ -48,13 +49,13 @@ class PrefillGraphs:
         forward: Callable[[StepInputs], None],
         layouts: list[PrefillLayout],
         block_size: int,
-        tile_rows: int,
+        tiling: PrefillTiling,
         device: torch.device,
     ) -> None:
         self.forward = forward
         self.layouts = layouts
         self.block_size = block_size
-        self.tile_rows = tile_rows
+        self.tiling = tiling
         self.device = device
         self._buffers = [to_device(layout.pack([], block_size), device) for layout in layouts]
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
@@ -70,10 +71,11 @@ class PrefillGraphs:
 
     def run(self, chunks: list[PrefillChunk]) -> None:
         """Run prompt chunks, at least one."""
-        needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tile_rows)
+        needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)
         index = next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
         if index is None:
-            self.forward(prefill_inputs(chunks, self.block_size, self.tile_rows, self.device))
+            tile_rows = self.tiling.rows([len(chunk.token_ids) for chunk in chunks])
+            self.forward(prefill_inputs(chunks, self.block_size, tile_rows, self.device))
             return
         packed = on_host(self.layouts[index].pack(chunks, self.block_size), self.device)
         self._buffers[index].copy_(packed, non_blocking=True)

@@ -33,6 +33,8 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         raise RequestError(f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
+    if _are_ints(ids) and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
     numbers = [_as_int(token_id) for token_id in ids]
     for token_id, number in zip(ids, numbers, strict=True):
         if number is None or not 0 <= number < vocab_size:
@@ -50,6 +52,11 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
 def _is_listing(prompt: object) -> bool:
     """Whether the items of an object have an order and are meant as items: no set, no mapping, no bytes."""
     return isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set))
+
+
+def _are_ints(items: list[Any]) -> bool:
+    """Whether there are items and all are Python's own ints; long prompts make a call an item too slow."""
+    return set(map(type, items)) == {int}
 
 
 def _as_int(item: object) -> int | None:
@@ -93,7 +100,7 @@ def as_prompt_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
     if not _is_listing(prompts):
         raise RequestError(f"prompts are strings or lists of token ids, not {type(prompts).__name__}")
     listed = list(prompts)
-    if listed and all(_as_int(item) is not None or isinstance(item, bool) for item in listed):
+    if _are_ints(listed) or listed and all(_as_int(item) is not None or isinstance(item, bool) for item in listed):
         return [listed]  # type: ignore[list-item]
     return listed  # type: ignore[return-value]
 

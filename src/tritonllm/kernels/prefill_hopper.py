@@ -1,32 +1,16 @@
-"""The Hopper form of prefill attention: the same sums as `prefill_attention`, on the hardware's asynchronous units.
-
-One producer warp moves queries, keys and values into shared memory by TMA and runs ahead; two consumer warpgroups of
-64 query rows each compute with wgmma. Keys are visited from the diagonal backwards, so only the first blocks need a
-mask. The scores of a block and the values of the one before are issued together, and the softmax hides behind the
-latter (FlashAttention-3, arXiv:2407.08608). Programs are persistent: one an SM, which deals itself (tile, head) pairs.
-
-Written in Gluon, which is part of Triton and lays out memory and barriers by hand. It has no interpreter: this form is
-compared with the reference on a GPU only, and the other form holds wherever this one does not.
-"""
+"""Where prefill attention takes its Hopper form, and that form's launch; the kernel is in `prefill_hopper_kernel`."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.launch import Launch, interpreting
 from tritonllm.kernels.paged_attention import LOG2_E
+from tritonllm.kernels.prefill_hopper_kernel import _prefill_hopper_kernel
 
 HOPPER_TILE_ROWS = 128
 KEYS = 128
@@ -34,261 +18,6 @@ _STAGES = 2
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
 _SMS_OF_AN_H100 = 132
-
-# The copy was renamed after Triton 3.6.
-_load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _tile_at(index, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, NUM_HEADS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What a program does at an index of the schedule: sequence, first row of the tile in it, tokens before the
-    sequence, its query length and context length, and how many blocks of keys the tile reads (0: padding)."""
-    tile = index // NUM_HEADS
-    sequence = gl.load(tiles_ptr + 2 * tile)
-    first_row = gl.load(tiles_ptr + 2 * tile + 1)
-    query_start = gl.load(cu_seqlens_q_ptr + sequence)
-    query_len = gl.load(cu_seqlens_q_ptr + sequence + 1) - query_start
-    context_len = gl.load(context_lens_ptr + sequence)
-    end = gl.minimum(context_len, context_len - query_len + first_row + 128)
-    num_blocks = gl.where(first_row < query_len, (end + BLOCK_N - 1) // BLOCK_N, 0)
-    return sequence, first_row, query_start, query_len, context_len, num_blocks
-
-
-@gluon.jit
-def _produce(
-    descriptors,
-    smem,
-    schedule,
-    block_tables_ptr,
-    table_stride,
-    NUM_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    q_desc, k_desc, v_desc = descriptors
-    q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
-    num_items, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = schedule
-    loaded = 0  # blocks of keys so far, over all tiles: says which stage comes next and in which phase it is
-    taken = 0
-    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        sequence, first_row, query_start, query_len, context_len, num_blocks = _tile_at(
-            index, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, NUM_HEADS, BLOCK_N
-        )
-        if num_blocks > 0:
-            head = index % NUM_HEADS
-            column = head // GROUP * HEAD_DIM
-            mbarrier.wait(q_empty, (taken & 1) ^ 1)
-            mbarrier.expect(q_full, 128 * HEAD_DIM * 2)
-            token = query_start + first_row
-            _load_async(q_desc, [token, head * HEAD_DIM], q_full, q_smem.index(0))
-            _load_async(q_desc, [token + 64, head * HEAD_DIM], q_full, q_smem.index(1))
-            taken += 1
-            table_row_ptr = block_tables_ptr + sequence.to(gl.int64) * table_stride
-            for i in range(num_blocks):
-                stage = loaded % STAGES
-                phase = ((loaded // STAGES) & 1) ^ 1
-                start = (num_blocks - 1 - i) * BLOCK_N
-                row = gl.load(table_row_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
-                mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
-                _load_async(k_desc, [row, column], k_full.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
-                _load_async(v_desc, [row, column], v_full.index(stage), v_smem.index(stage))
-                loaded += 1
-
-
-@gluon.jit
-def _weigh(scores, peak, total, scale_log2):
-    """Weights of a block of scores, what the sum so far decays by, and the new peak and total."""
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_peak, 1))
-    decay = gl.exp2(peak - new_peak)
-    return weights, decay, new_peak, total * decay + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _clear_tail(v_smem, first_key, context_len, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zero the values behind the context: a weight of zero would not cancel the NaN that may lie there.
-
-    Both consumers do it, with equal results, so neither waits for the other.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    values = v_smem.load(LAYOUT)
-    v_smem.store(gl.where(gl.expand_dims(keys < context_len, 1), values, gl.zeros_like(values)))
-    fence_async_shared()
-
-
-@gluon.jit
-def _consume(
-    smem,
-    schedule,
-    out_ptr,
-    out_token_stride,
-    scale_log2,
-    WARPGROUP: gl.constexpr,
-    NUM_HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
-    num_items, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = schedule
-    DTYPE: gl.constexpr = k_smem.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    DIAGONAL_BLOCKS: gl.constexpr = 128 // BLOCK_N + 1  # that a tile of queries can touch
-    zeros = gl.full([64, BLOCK_N], 0.0, gl.float32, SCORES)
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    query = q_smem.index(WARPGROUP)
-    done = 0
-    taken = 0
-    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        sequence, first_row, query_start, query_len, context_len, num_blocks = _tile_at(
-            index, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, NUM_HEADS, BLOCK_N
-        )
-        if num_blocks > 0:
-            peak = gl.full([64], -1.0e30, gl.float32, ROWS)
-            total = gl.full([64], 0.0, gl.float32, ROWS)
-            acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, SUMS)
-            row = first_row + WARPGROUP * 64
-            positions = context_len - query_len + row + gl.arange(0, 64, ROWS)
-
-            stage = done % STAGES
-            phase = (done // STAGES) & 1
-            first_key = (num_blocks - 1) * BLOCK_N
-            mbarrier.wait(q_full, taken & 1)
-            taken += 1
-            mbarrier.wait(k_full.index(stage), phase)
-            scores = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(stage))
-            # A masked score is -inf: a large finite number would lose its meaning times the scale.
-            visible = gl.expand_dims(first_key + columns, 0) <= gl.expand_dims(positions, 1)
-            scores = gl.where(visible, scores, float("-inf"))
-            weights, decay, peak, total = _weigh(scores, peak, total, scale_log2)
-            weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
-            if first_key + BLOCK_N > context_len:
-                mbarrier.wait(v_full.index(stage), phase)
-                _clear_tail(v_smem.index(stage), first_key, context_len, HEAD_DIM, BLOCK_N)
-
-            for i in range(1, num_blocks):
-                value_stage = done % STAGES
-                value_phase = (done // STAGES) & 1
-                done += 1
-                stage = done % STAGES
-                mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
-                scores = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(value_stage), value_phase)
-                acc = warpgroup_mma(weights, v_smem.index(value_stage), acc, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(k_empty.index(stage))
-                if i < DIAGONAL_BLOCKS:
-                    first_key = (num_blocks - 1 - i) * BLOCK_N
-                    visible = gl.expand_dims(first_key + columns, 0) <= gl.expand_dims(positions, 1)
-                    scores = gl.where(visible, scores, float("-inf"))
-                new_weights, decay, peak, total = _weigh(scores, peak, total, scale_log2)
-                acc = warpgroup_mma_wait(0, deps=[acc, weights])[0]
-                mbarrier.arrive(v_empty.index(value_stage))
-                acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, SUMS)), 1)
-                weights = gl.convert_layout(new_weights.to(DTYPE), WEIGHTS)
-
-            mbarrier.arrive(q_empty)
-            stage = done % STAGES
-            mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-            acc = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc, weights])[0]
-            mbarrier.arrive(v_empty.index(stage))
-            done += 1
-
-            acc = acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, SUMS)), 1)
-            rows = row + gl.arange(0, 64, gl.SliceLayout(1, STORED))
-            dims = index % NUM_HEADS * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORED))
-            offsets = gl.expand_dims((query_start + rows).to(gl.int64) * out_token_stride, 1) + gl.expand_dims(dims, 0)
-            stored = gl.convert_layout(acc.to(DTYPE), STORED)
-            gl.store(out_ptr + offsets, stored, mask=gl.expand_dims(rows < query_len, 1))
-
-
-@gluon.jit(do_not_specialize=["table_stride", "num_items"])
-def _prefill_hopper_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    block_tables_ptr,
-    cu_seqlens_q_ptr,
-    context_lens_ptr,
-    tiles_ptr,
-    scale_log2,
-    out_token_stride,
-    table_stride,
-    num_items,
-    NUM_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 64, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    fence_async_shared()
-    smem = (q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    schedule = (num_items, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr)
-    descriptors = (q_desc, k_desc, v_desc)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (smem, schedule, out_ptr, out_token_stride, scale_log2, 0, NUM_HEADS, HEAD_DIM, BLOCK_N, STAGES),
-            ),
-            (
-                _consume,
-                (smem, schedule, out_ptr, out_token_stride, scale_log2, 1, NUM_HEADS, HEAD_DIM, BLOCK_N, STAGES),
-            ),
-            (
-                _produce,
-                (
-                    descriptors,
-                    smem,
-                    schedule,
-                    block_tables_ptr,
-                    table_stride,
-                    NUM_HEADS,
-                    GROUP,
-                    HEAD_DIM,
-                    BLOCK_SIZE,
-                    BLOCK_N,
-                    STAGES,
-                ),
-            ),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
 
 
 @functools.lru_cache
@@ -313,7 +42,7 @@ def lies_in_rows(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, 
 
     def is_matrix(tensor: torch.Tensor) -> bool:
         row = tensor.stride(-3)
-        return tensor.stride(-1) == 1 and tensor.stride(-2) == tensor.shape[-1] and row % 8 == 0
+        return tensor.numel() > 0 and tensor.stride(-1) == 1 and tensor.stride(-2) == tensor.shape[-1] and row % 8 == 0
 
     caches = (k_cache, v_cache)
     return (
@@ -329,7 +58,7 @@ def lies_in_rows(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, 
 
 
 @functools.lru_cache
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """One program an SM, all that fit: each takes most of the shared memory."""
     if device.type != "cuda":
         return _SMS_OF_AN_H100
@@ -359,7 +88,7 @@ def plan_prefill_hopper(
     num_items = tiles.shape[0] * num_heads
     return Launch(
         kernel=_prefill_hopper_kernel,
-        grid=(min(_num_programs(q.device), num_items),),
+        grid=(min(num_programs(q.device), num_items),),
         args={
             "q_desc": rows_of(q, q.shape[0], num_heads * head_dim, HOPPER_TILE_ROWS // 2),
             "k_desc": rows_of(k_cache, num_slots, num_kv_heads * head_dim, KEYS),

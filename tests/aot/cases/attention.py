@@ -9,7 +9,7 @@ from harness import Case, meta
 
 from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
 from tritonllm.kernels.launch import Launch
-from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tile_rows
+from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
 
 _SEQUENCES, _TOKENS, _TABLE_WIDTH = 4, 64, 128
@@ -40,7 +40,7 @@ def _attention(
             _int32(_SEQUENCES + 1),
             _int32(_SEQUENCES),
             _int32(_SEQUENCES, 2),
-            prefill_tile_rows(head_dim, q.dtype, block_size, q.device),
+            PrefillTiling.choose(num_heads, head_dim, q.dtype, block_size, q.device).portable_rows,
             scale,
             torch.empty_like(q),
             shared_memory=shared_memory,
