@@ -227,9 +227,7 @@ def plan_fused_decode_attention(
     check(
         qkv.shape == (batch, width) and qkv.stride(1) == 1 and qkv.dtype == k_cache.dtype,
         op,
-        lambda: (
-            f"qkv must be {k_cache.dtype} [{batch}, {width}] with unit stride on the last axis, not {shape_of(qkv)}"
-        ),
+        lambda: f"qkv must be {k_cache.dtype} [{batch}, {width}] with unit stride, not {shape_of(qkv)}",
     )
     check((q_norm is None) == (k_norm is None), op, "give q_norm and k_norm, or neither")
     for weight in (q_norm, k_norm):
@@ -243,7 +241,8 @@ def plan_fused_decode_attention(
     check_per_token(op, "slot_mapping", slot_mapping, batch)
     if tile is None:
         limit = shared_memory_limit(qkv.device) if shared_memory is None else shared_memory
-        tile = fused_tile(batch, num_heads, num_kv_heads, head_dim, qkv.element_size(), workspace.num_sms, limit)
+        heads = batch, num_heads, num_kv_heads, head_dim
+        tile = fused_tile(*heads, k_cache.shape[1], qkv.element_size(), workspace.num_sms, limit)
     check_decode_batch(op, out, k_cache, block_tables, context_lens, scale, workspace, tile.splits)
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)

@@ -36,18 +36,28 @@ class FusedTile:
 
 @cache
 def fused_tile(
-    batch: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, num_sms: int, shared_memory: int
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    itemsize: int,
+    num_sms: int,
+    shared_memory: int,
 ) -> FusedTile:
     """The choice for a batch: by latency if its (sequence, KV head) pairs leave most SMs idle, else by bandwidth."""
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)
     splits = decode_splits(max(batch, 1), num_kv_heads, num_sms)
     keys, stages = key_tile(block_g, block_d, itemsize, shared_memory)
-    min_tiles = tiles_before_split(batch * num_kv_heads, splits, num_sms)
-    latency_bound = 4 * batch * num_kv_heads <= num_sms
+    pairs = batch * num_kv_heads
+    # With SMs to spare nothing speaks against a program a tile.
+    min_tiles = 1 if 2 * pairs <= num_sms else tiles_before_split(pairs, splits, num_sms)
+    latency_bound = 4 * pairs <= num_sms
     if latency_bound:
-        keys = min(keys, max(4096 // block_d, 16))  # the early tile takes 32 registers a thread, or values would spill
-        min_tiles = max(64 // keys, 1)
+        # The early tile takes 64 registers a thread, 32 where masks or an id a key take more: or values would spill.
+        plain = head_dim == block_d <= 128 and block_size % 64 == 0
+        keys = min(keys, max((8192 if plain else 4096) // block_d, 16))
     return FusedTile(
         splits=splits,
         min_tiles=min_tiles,
@@ -55,7 +65,7 @@ def fused_tile(
         stages=stages,
         warps=4 if block_g * block_d <= 64 * 128 else 8,
         # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
-        merge_heads=min(max(16384 // (splits * block_d), 1), triton.next_power_of_2(group)),
+        merge_heads=min(max(16384 // (splits * block_d), 1), max(triton.next_power_of_2(group), 4)),
         head_start=latency_bound,
     )
 
