@@ -12,6 +12,7 @@ PLAIN = (
     "tests/unit/test_scheduler.py",
     "tests/unit/test_scheduler_machine.py",
     "tests/unit/test_soak.py",
+    "tests/unit/test_steady_batch.py",
 )
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
 LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
@@ -53,11 +54,35 @@ class Mutant:
 
 _BLOCKS = "tritonllm.engine.block_manager"
 _SCHEDULER = "tritonllm.engine.scheduler"
+_STEADY = "tritonllm.engine.steady_batch"
 _ROWS = "tritonllm.engine.rows"
 _PLAN = "tritonllm.engine.plan"
 _LOOP = "tritonllm.engine.step_loop"
 
 MUTANTS = (
+    Mutant("a steady batch writes behind its last block", _STEADY, "_block_size + 1)", "_block_size + 2)"),
+    Mutant(
+        "a steady batch goes on past the end", _STEADY, "seq.length >= seq.max_length", "seq.length > seq.max_length"
+    ),
+    Mutant("a steady batch takes blocks that are not there", _STEADY, "len(due) > manager", "len(due) > 1 + manager"),
+    Mutant(
+        "an arrival waits until the steady batch ends",
+        _SCHEDULER,
+        "self._steady = None\n        seq.status = SequenceStatus.WAITING",
+        "seq.status = SequenceStatus.WAITING",
+    ),
+    Mutant(
+        "a request that has ended stays in the steady batch",
+        _SCHEDULER,
+        "queue.remove(seq)\n        self._steady = None",
+        "queue.remove(seq)",
+    ),
+    Mutant(
+        "blocks that come back late are noticed by nobody",
+        _SCHEDULER,
+        "            self._steady = None  # somebody",
+        "            pass  # somebody",
+    ),
     Mutant("the key of a prefix ignores the last token", _BLOCKS, "tuple(token_ids)", "tuple(token_ids[:-1])"),
     Mutant("the key of a prefix ignores the prefix before it", _BLOCKS, "return parent, tuple", "return 0, tuple"),
     Mutant(

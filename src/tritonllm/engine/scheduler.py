@@ -14,6 +14,7 @@ from tritonllm.engine.block_manager import BlockManager
 from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
 from tritonllm.engine.rows import RowPlacement
 from tritonllm.engine.sequence import Sequence, SequenceStatus
+from tritonllm.engine.steady_batch import SteadyBatch
 from tritonllm.errors import EngineError, RequestError
 
 
@@ -63,6 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._rows = RowPlacement()
         self._in_flight: deque[_InFlight] = deque()
+        self._steady: SteadyBatch | None = None
         self._finished: list[Sequence] = []
         self._admissions = 0
 
@@ -102,6 +104,10 @@ class Scheduler:
             limits.append(seq.num_prompt_tokens + params.max_tokens)
         limits += [limit for limit in (self.max_model_length, params.max_model_length) if limit is not None]
         seq.max_length = min(limits)
+        seq.end_token_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.eos_token_ids
+        )
+        self._steady = None
         seq.status = SequenceStatus.WAITING
         self.waiting.append(seq)
 
@@ -125,6 +131,12 @@ class Scheduler:
         Raises:
             EngineError: requests are waiting and nothing can ever run: a fault of this class.
         """
+        if self._steady is not None:
+            steady_plan = self._steady.next_step(self.block_manager)
+            if steady_plan is not None:
+                self._in_flight.append(_InFlight(self._steady.decoded, []))
+                return steady_plan
+            self._steady = None
         decoding, new_blocks, stalled = self._schedule_decode()
         prefilled = self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)
         if not decoding and not prefilled:
@@ -160,6 +172,8 @@ class Scheduler:
                 self.prefilling.remove(seq)
                 self.running.append(seq)
         self._in_flight.append(_InFlight(rows.sequences, prefilled))
+        if not (prefilled or self.prefilling or stalled):
+            self._steady = SteadyBatch(rows.sequences, plan.plain_decode, self.block_size)
         return plan
 
     def postprocess(self, token_ids: list[int]) -> list[Sequence]:
@@ -174,8 +188,16 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         tokens = iter(token_ids)
-        for seq in step.decoded:
-            self._read(seq, len(seq), next(tokens))
+        block_size = self.block_size
+        for seq, token in zip(step.decoded, tokens, strict=False):
+            length = len(seq.token_ids)
+            at_edge = length % block_size == 0 or length + 1 >= seq.max_length
+            if at_edge or token < 0 or token in seq.end_token_ids or seq.status is SequenceStatus.FINISHED:
+                self._read(seq, length, token)
+            else:  # as there, for all but a few tokens
+                seq.num_steps_in_flight -= 1
+                seq.num_unread_tokens -= 1
+                seq.token_ids.append(token)
         for seq, chunk in step.prefilled:
             self._read(seq, chunk.context_len, next(tokens) if chunk.sample else None)
         return self.take_finished()
@@ -230,8 +252,7 @@ class Scheduler:
         if token is None:
             return
         seq.append_token(token)
-        params = seq.sampling_params
-        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+        if token in seq.end_token_ids:
             self._finish(seq, "stop")
         elif len(seq) >= seq.max_length:
             self._finish(seq, "length")
@@ -243,6 +264,7 @@ class Scheduler:
             SequenceStatus.RUNNING: self.running,
         }[seq.status]
         queue.remove(seq)
+        self._steady = None
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.error = error
@@ -252,6 +274,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         if seq.num_steps_in_flight == 0:
             self.block_manager.deallocate(seq)
+            self._steady = None  # somebody may be waiting for these blocks, or they may have to be zeroed
 
     def _schedule_decode(self) -> tuple[list[Sequence], dict[int, list[int]], set[int]]:
         """Running sequences that get a token, the blocks each was given for it, and the sequences left out."""

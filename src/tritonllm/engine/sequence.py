@@ -38,13 +38,14 @@ class RowSampling(NamedTuple):
 class Sequence:
     """One request: its prompt, the tokens read so far, its blocks, and the steps still in flight for it.
 
-    The prompt never changes and tokens are added in `append_token` alone.
+    The prompt never changes, and tokens are only ever appended, by the scheduler as it reads them.
 
     Attributes:
         seq_id: unique in the process.
         token_ids: prompt and completion, as far as read from the device.
         num_prompt_tokens: length of the prompt.
         max_length: prompt and completion end here; set when the scheduler admits the request.
+        end_token_ids: ids that end the text; set then, too.
         sampling: how its tokens are chosen.
         block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
         num_cached_tokens: tokens found in the prefix cache when the sequence was first admitted.
@@ -73,6 +74,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = self.num_prompt_tokens + (params.max_tokens or 0)
+        self.end_token_ids: frozenset[int] = frozenset()
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -122,5 +124,5 @@ class Sequence:
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
-        """Add a sampled token: the only place where a sequence grows."""
+        """Add a sampled token."""
         self.token_ids.append(token_id)
