@@ -74,6 +74,24 @@ def test_nothing_compiles_after_the_start():
     assert not compiled, sorted(set(compiled))
 
 
+def test_steps_never_wait_for_the_device():
+    """Decode, growth into new blocks, arrivals, chunks and ends: torch raises at every call that would wait."""
+    params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
+    with make_engine("Qwen3-0.6B", "bfloat16", block_size=16, max_num_batched_tokens=256) as llm:
+        llm.generate(prompts_of((20,)), params)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for arrivals in ((20, 300), (5,), (700, 31, 32), ()):
+                for prompt in prompts_of(arrivals, seed=len(arrivals)):
+                    llm.add_prompt(prompt, params)
+                for _ in range(9):
+                    llm.step()
+            while not llm.scheduler.is_finished():
+                llm.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_memory_comes_back_after_exit():
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]

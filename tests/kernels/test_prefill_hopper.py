@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from paged import EXAMPLES, PagedBatch, Shape, paged_batch
 from tolerances import tolerance
 
-from tritonllm.kernels.launch import interpreting
 from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention, prefill_tiles
-from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
+from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
 from tritonllm.kernels.reference import attention as reference
 
 pytestmark = pytest.mark.skipif(
-    interpreting() or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    not serves_shape(128, torch.bfloat16, 256, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     reason="needs a Hopper GPU: Gluon has no interpreter",
 )
 SHAPES = st.builds(

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import interpreting
+from tritonllm.kernels.launch import nvidia_capability
 
 MIN_TEMPERATURE = tl.constexpr(1e-5)
 """A row below this temperature (or not a number) is greedy: the noise would be lost in the rounding of the logits."""
@@ -39,7 +39,7 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 def has_hardware_log(device: torch.device) -> bool:
     """Whether kernels on this device take logs from NVIDIA's special function unit."""
-    return device.type == "cuda" and torch.version.hip is None and not interpreting()
+    return nvidia_capability(device) > (0, 0)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritonllm.kernels.launch import Launch, interpreting
+from tritonllm.kernels.launch import Launch, nvidia_capability
 from tritonllm.kernels.paged_attention import LOG2_E
 from tritonllm.kernels.prefill_hopper_kernel import _prefill_hopper_kernel
 
@@ -20,20 +20,13 @@ _PRODUCER_REGISTERS = 24
 _SMS_OF_AN_H100 = 132
 
 
-@functools.lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    if interpreting() or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
 def serves_shape(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
     """Whether this form exists for a device and these sizes: Hopper, two-byte floats, whole blocks of 128 keys."""
     return (
         head_dim in (64, 128)
         and dtype in (torch.bfloat16, torch.float16)
         and block_size % KEYS == 0
-        and _is_hopper(device)
+        and nvidia_capability(device)[0] == 9
     )
 
 
