@@ -68,9 +68,11 @@ def test_advance_moves_live_rows_only(data, seed, num_rows, device):
     count = data.draw(st.integers(1, num_rows))
     tokens = Draw(seed + 1, device).integers(-1, VOCAB_SIZE, count)
     before, expected = rows.clone(), rows.clone()
-    elementwise.advance_rows(expected, tokens)
-    advance_rows(rows, tokens)
+    elementwise.advance_rows(expected, tokens, tokens.clone())
+    sampled = torch.full_like(tokens, -5)
+    advance_rows(rows, tokens, sampled)
     assert torch.equal(rows, expected)
+    assert torch.equal(sampled, tokens)
 
     live = torch.zeros(num_rows, dtype=torch.bool, device=device)
     live[:count] = before[:count, CONTEXT_LEN] > 0
@@ -93,7 +95,8 @@ def test_steps_walk_through_the_table(seed, block_size, device):
     for step in range(steps):
         _, _, slots, _ = load_rows(rows, 2, block_size, VOCAB_SIZE)
         visited.append(slots.tolist())
-        advance_rows(rows, torch.tensor([step, 7], dtype=torch.int32, device=device))
+        tokens = torch.tensor([step, 7], dtype=torch.int32, device=device)
+        advance_rows(rows, tokens, tokens.clone())
     blocks = table.tolist()
     expected = [blocks[position // block_size] * block_size + position % block_size for position in range(steps)]
     assert visited == [[slot, -1] for slot in expected]
@@ -109,5 +112,6 @@ def test_refuses_what_does_not_fit(shape, dtype, num_rows, device):
     rows = torch.zeros(shape, dtype=dtype, device=device)
     with pytest.raises(KernelError, match="load_rows: "):
         load_rows(rows, num_rows, 4, VOCAB_SIZE)
+    tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
     with pytest.raises(KernelError, match="advance_rows: "):
-        advance_rows(rows, torch.zeros(num_rows, dtype=torch.int32, device=device))
+        advance_rows(rows, tokens, tokens.clone())

@@ -237,8 +237,7 @@ class ModelRunner:
         attn = DecodeMetadata(slots, rows[:, HEADER:], context_lens, self.workspace)
         hidden = self.model(input_ids, positions, self.pool.layers, attn)
         tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, plain)
-        self.sampled[:num_rows].copy_(tokens)
-        advance_rows(self.rows, tokens)
+        advance_rows(self.rows, tokens, self.sampled[:num_rows])
 
     def _prefill(self, inputs: StepInputs) -> None:
         """Run prompt chunks and sample for those that end a prompt."""

@@ -77,6 +77,7 @@ def _load_rows_kernel(
 def _advance_rows_kernel(
     rows_ptr,
     tokens_ptr,
+    sampled_ptr,
     num_rows,
     row_stride,
     TOKEN: tl.constexpr,
@@ -89,6 +90,7 @@ def _advance_rows_kernel(
     context_len = tl.load(row_ptrs + CONTEXT_LEN, mask=mask, other=0)
     token = tl.load(tokens_ptr + row, mask=mask, other=0)
     live = context_len > 0
+    tl.store(sampled_ptr + row, token, mask=mask)
     tl.store(row_ptrs + TOKEN, token, mask=live)
     tl.store(row_ptrs + CONTEXT_LEN, context_len + 1, mask=live)
 
@@ -144,15 +146,22 @@ def plan_load_rows(
     )
 
 
-def plan_advance_rows(rows: torch.Tensor, tokens: torch.Tensor) -> Launch:
+def plan_advance_rows(rows: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> Launch:
     """Plan of `advance_rows`."""
     num_rows = tokens.shape[0] if tokens.dim() == 1 else -1
     _check_rows("advance_rows", rows, num_rows)
     check_per_token("advance_rows", "tokens", tokens, num_rows)
+    check_per_token("advance_rows", "sampled", sampled, num_rows)
     return Launch(
         kernel=_advance_rows_kernel,
         grid=(cdiv(num_rows, _BLOCK),),
-        args={"rows_ptr": rows, "tokens_ptr": tokens, "num_rows": num_rows, "row_stride": rows.stride(0)},
+        args={
+            "rows_ptr": rows,
+            "tokens_ptr": tokens,
+            "sampled_ptr": sampled,
+            "num_rows": num_rows,
+            "row_stride": rows.stride(0),
+        },
         constexprs={"TOKEN": TOKEN, "CONTEXT_LEN": CONTEXT_LEN, "BLOCK": _BLOCK},
         options={"num_warps": 1},
     )
@@ -185,17 +194,18 @@ def load_rows(
     return input_ids, positions, slot_mapping, context_lens
 
 
-def advance_rows(rows: torch.Tensor, tokens: torch.Tensor) -> None:
+def advance_rows(rows: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
     """Append a sampled token to each of the first rows, in place; rows with context length 0 stay as they are.
 
     Args:
         rows: int32 [R, HEADER + max_blocks].
         tokens: int32 [B], contiguous.
+        sampled: int32 [B], contiguous: takes all of them, for the host to read.
 
     Raises:
         KernelError: shapes or dtypes do not fit.
     """
     if not runs_kernel(rows):
-        elementwise.advance_rows(rows, tokens)
+        elementwise.advance_rows(rows, tokens, sampled)
         return
-    plan_advance_rows(rows, tokens).run()
+    plan_advance_rows(rows, tokens, sampled).run()

@@ -69,7 +69,7 @@ def _decode_rows() -> list[Launch]:
     rows = _int32(256, HEADER + 128)
     return [
         plan_load_rows(rows, _int32(64), _int32(64), _int32(64), _int32(64), _BLOCK_SIZE, 151936),
-        plan_advance_rows(rows, _int32(64)),
+        plan_advance_rows(rows, _int32(64), _int32(64)),
     ]
 
 

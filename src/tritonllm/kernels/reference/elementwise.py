@@ -97,8 +97,9 @@ def load_rows(
     return input_ids, positions, slots, context_lens
 
 
-def advance_rows(rows: torch.Tensor, tokens: torch.Tensor) -> None:
+def advance_rows(rows: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
     """See `kernels.decode_rows.advance_rows`."""
+    sampled.copy_(tokens)
     rows = rows[: tokens.shape[0]]
     live = rows[:, CONTEXT_LEN] > 0
     rows[:, TOKEN] = torch.where(live, tokens, rows[:, TOKEN])
