@@ -19,7 +19,7 @@ from tritonllm.kernels.decode_attention import (
     plan_decode_attention,
 )
 from tritonllm.kernels.launch import interpreting
-from tritonllm.kernels.prefill_attention import prefill_attention, prefill_tile_rows, prefill_tiles
+from tritonllm.kernels.prefill_attention import PrefillTiling, prefill_attention, prefill_tiles
 from tritonllm.kernels.reference import attention as reference
 
 SHARED_MEMORY = (64 * 1024, 227 * 1024)
@@ -158,7 +158,7 @@ def test_equals_the_last_row_of_prefill(
     shape = Shape(num_kv_heads=1, group=2, head_dim=32, block_size=data.draw(st.sampled_from([8, 16, 24])))
     query_len = min(context, data.draw(st.integers(1, 40)))
     batch = paged_batch(shape, [query_len], [context], dtype, device, seed)
-    rows = prefill_tile_rows(shape.head_dim, dtype)
+    rows = PrefillTiling.choose(shape.num_heads, shape.head_dim, dtype, shape.block_size, device).portable_rows
     tiles = torch.tensor(prefill_tiles([query_len], [context], rows), dtype=torch.int32, device=device)
     prefilled = prefill_attention(
         batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles, rows, shape.scale
