@@ -201,9 +201,16 @@ MUTANTS = (
     Mutant(
         "positions restart at 0 behind a cached prefix",
         "tritonllm.engine.inputs",
-        "positions += range(chunk.start, chunk.context_len)",
-        "positions += range(len(chunk.token_ids))",
+        "positions[start:stop] = where",
+        "positions[start:stop] = where - chunk.start",
         DEVICE,
+    ),
+    Mutant(
+        "padding of a short prefill writes to block 0",
+        "tritonllm.engine.inputs",
+        "slots[:] = -1",
+        "slots[:] = 0",
+        (*DEVICE, "tests/unit/test_prefill_graphs.py"),
     ),
     Mutant(
         "padding rows write to block 0",

@@ -52,8 +52,8 @@ def test_a_dirty_buffer_is_padding_again() -> None:
     layout = prefill_layouts(64, 4, 3, 32)[1]
     long = [PrefillChunk(list(range(30)), 5, [1, 2, 3], True, RowSampling(0.5, 3, 0.9, 2**63))]
     short = [PrefillChunk([8], 0, [2], False, GREEDY)]
-    buffer = torch.tensor(layout.pack(long, 16), dtype=torch.int32)
-    buffer.copy_(torch.tensor(layout.pack(short, 16), dtype=torch.int32))
+    buffer = torch.from_numpy(layout.pack(long, 16))
+    buffer.copy_(torch.from_numpy(layout.pack(short, 16)))
     inputs = layout.inputs(buffer, plain=True)
     assert inputs.attn.slot_mapping.tolist() == [32] + [-1] * 31
     assert inputs.attn.context_lens.tolist() == [1, 0, 0, 0]

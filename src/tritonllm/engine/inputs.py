@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tritonllm.engine.plan import PrefillChunk, RowUpdate
@@ -83,15 +85,6 @@ def _header(token: int, context_len: int, sampling: RowSampling) -> list[int]:
     return header
 
 
-def _slots(table: list[int], start: int, stop: int, block_size: int) -> list[int]:
-    """Slots of positions `start .. stop - 1`, a block at a time."""
-    slots: list[int] = []
-    for index in range(start // block_size, -(-stop // block_size)):
-        first, base = index * block_size, table[index] * block_size
-        slots.extend(range(base + max(start - first, 0), base + min(stop - first, block_size)))
-    return slots
-
-
 @dataclass(frozen=True)
 class PrefillLayout:
     """Where the inputs of a prefill lie in one int32 buffer, which is all that is sent to the device.
@@ -140,64 +133,52 @@ class PrefillLayout:
         )
 
     @property
-    def sizes(self) -> list[int]:
-        """Integers of each section, in the order of `pack`."""
+    def sections(self) -> list[slice]:
+        """Where each section lies, in the order of `pack`."""
         tokens, seqs, sampled = self.num_tokens, self.num_seqs, self.num_sampled
         tables = seqs * self.table_width
-        return [tokens, tokens, tokens, tables, seqs + 1, seqs, 2 * self.num_tiles, sampled, sampled, sampled * HEADER]
+        sizes = [tokens, tokens, tokens, tables, seqs + 1, seqs, 2 * self.num_tiles, sampled, sampled, sampled * HEADER]
+        starts = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
-    def pack(self, chunks: list[PrefillChunk], block_size: int) -> list[int]:
-        """The buffer's contents for chunks that fit."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        tables: list[int] = []
-        cu_seqlens = [0]
-        last_tokens: list[int] = []
-        next_positions: list[int] = []
-        headers: list[int] = []
-        for chunk in chunks:
-            ids += chunk.token_ids
-            positions += range(chunk.start, chunk.context_len)
-            slots += _slots(chunk.block_table, chunk.start, chunk.context_len, block_size)
-            table = chunk.block_table[: self.table_width]
-            tables += table + [0] * (self.table_width - len(table))
-            cu_seqlens.append(len(ids))
+    def pack(self, chunks: list[PrefillChunk], block_size: int) -> np.ndarray:
+        """The buffer's contents, int32, for chunks that fit."""
+        sections = self.sections
+        buffer = np.zeros(-(-sections[-1].stop // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
+        (ids, positions, slots, tables, cu_seqlens, context_lens, tiles, last_tokens, next_positions, headers) = (
+            buffer[section] for section in sections
+        )
+        tables, headers = tables.reshape(self.num_seqs, -1), headers.reshape(self.num_sampled, HEADER)
+        slots[:] = -1
+        tiles = tiles.reshape(self.num_tiles, 2)
+        tiles[:, 1] = _BEHIND_EVERY_QUERY
+        start = sampled = 0
+        for index, chunk in enumerate(chunks):
+            stop = start + len(chunk.token_ids)
+            where = np.arange(chunk.start, chunk.context_len)
+            table = np.array(chunk.block_table)
+            ids[start:stop] = chunk.token_ids
+            positions[start:stop] = where
+            slots[start:stop] = table[where // block_size] * block_size + where % block_size
+            tables[index, : len(table)] = table[: self.table_width]
+            cu_seqlens[index + 1] = stop
+            context_lens[index] = chunk.context_len
             if chunk.sample:
-                last_tokens.append(len(ids) - 1)
-                next_positions.append(chunk.context_len)
-                headers += _header(-1, chunk.context_len, chunk.sampling)
-        context_lens = [chunk.context_len for chunk in chunks]
+                last_tokens[sampled] = stop - 1
+                next_positions[sampled] = chunk.context_len
+                headers[sampled] = _header(-1, chunk.context_len, chunk.sampling)
+                sampled += 1
+            start = stop
+        cu_seqlens[len(chunks) + 1 :] = start
         query_lens = [len(chunk.token_ids) for chunk in chunks]
-        tiles = [value for tile in prefill_tiles(query_lens, context_lens, self.tile_rows) for value in tile]
-        tiles += [0, _BEHIND_EVERY_QUERY] * (self.num_tiles - len(tiles) // 2)
-        sections = [
-            ids,
-            positions,
-            slots,
-            tables,
-            cu_seqlens,
-            context_lens,
-            tiles,
-            last_tokens,
-            next_positions,
-            headers,
-        ]
-        padding = [0, 0, -1, 0, len(ids), 0, 0, 0, 0, 0]
-        flat: list[int] = []
-        for section, size, value in zip(sections, self.sizes, padding, strict=True):
-            flat += section
-            flat += [value] * (size - len(section))
-            flat += [0] * (-len(flat) % ALIGNMENT)
-        return flat
+        cut = prefill_tiles(query_lens, [chunk.context_len for chunk in chunks], self.tile_rows)
+        if cut:
+            tiles[: len(cut)] = cut
+        return buffer
 
     def inputs(self, buffer: torch.Tensor, plain: bool) -> StepInputs:
         """Views of a device buffer of this layout."""
-        views = []
-        start = 0
-        for size in self.sizes:
-            views.append(buffer[start : start + size])
-            start += -(-size // ALIGNMENT) * ALIGNMENT
+        views = [buffer[section] for section in self.sections]
         attn = PrefillMetadata(
             slot_mapping=views[2],
             block_tables=views[3].view(self.num_seqs, self.table_width),

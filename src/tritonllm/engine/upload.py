@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 ALIGNMENT = 16
 """Integers: a section starts at a multiple of 64 bytes, so that every kernel sees an aligned pointer."""
 
 
-def on_host(values: Sequence[int], device: torch.device) -> torch.Tensor:
+def on_host(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """int32 `[len(values)]` on the host, pinned if it is meant for a GPU."""
-    if not values:
-        return torch.empty(0, dtype=torch.int32)
-    # Four times as fast as `torch.tensor` of a list, which looks at the type of every item.
-    tensor = torch.frombuffer(array("i", values), dtype=torch.int32)
+    tensor = torch.from_numpy(np.asarray(values, dtype=np.int32))
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+def to_device(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     """int32 `[len(values)]` on the device, in a transfer that the host does not wait for."""
     return on_host(values, device).to(device, non_blocking=True)
 
