@@ -62,3 +62,10 @@ def test_every_kernel_has_a_case() -> None:
         for launch in case.build()
     }
     assert _jitted_kernels() - reached == set(), "add a case in tests/aot/cases for these kernels"
+
+
+def test_arguments_are_in_the_order_of_the_kernel() -> None:
+    """A launch passes them by position once its kernel is compiled."""
+    for case in all_cases().values():
+        for launch in case.build():
+            assert [*launch.args, *launch.constexprs] == launch.kernel.arg_names

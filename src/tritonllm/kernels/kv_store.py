@@ -90,10 +90,15 @@ def check_per_token(op: str, name: str, values: torch.Tensor, tokens: int) -> No
 
 def cache_strides(k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, int]:
     """The strides of both caches in elements, as kernel arguments."""
+    k_block, k_token, k_head, _ = k_cache.stride()
+    v_block, v_token, v_head, _ = v_cache.stride()
     return {
-        f"{name}_{axis}_stride": cache.stride(index)
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))
-        for index, axis in enumerate(("block", "token", "head"))
+        "k_cache_block_stride": k_block,
+        "k_cache_token_stride": k_token,
+        "k_cache_head_stride": k_head,
+        "v_cache_block_stride": v_block,
+        "v_cache_token_stride": v_token,
+        "v_cache_head_stride": v_head,
     }
 
 

@@ -86,6 +86,21 @@ def shape_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Triton's compiled kernels by what decides about them. It keeps them as well, under keys that take longer to make."""
+
+
+def _kind(value: Any) -> Any:
+    """All that Triton looks at in a run-time argument when it chooses a compiled kernel, or more."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16
+    if type(value) is int:
+        return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31)
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape, id(value.layout)
+    return value if value is None else type(value)
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch: everything that `kernel[grid](...)` needs, made from shapes and strides only.
@@ -109,18 +124,51 @@ class Launch:
         """Launch on the current stream of the tensors' device, or in the interpreter."""
         if 0 in self.grid:
             return
-        tensors = [value for value in self.args.values() if isinstance(value, torch.Tensor)]
         if interpreting():
-            for value in tensors:
-                check(
-                    value.dtype != torch.bfloat16,
-                    self.kernel.fn.__name__,
-                    "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there",
-                )
-            self.kernel[self.grid](**self.args, **self.constexprs)
+            self._interpret()
             return
-        with torch.cuda.device(tensors[0].device):
-            self.kernel[self.grid](**self.args, **self.constexprs, **{**_OPTIONS, **self.options})
+        device = next(value.device for value in self.args.values() if isinstance(value, torch.Tensor))
+        # Entering a device, even the current one, takes the host longer than all else here.
+        if device.index == torch.cuda.current_device():
+            self._launch(device.index)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device.index)
+
+    def _launch(self, device_index: int | None) -> None:
+        """Through Triton's own launch, or straight into what that compiled before for arguments of the same kind.
+
+        Prefills launch kernels one by one, and on a slow host Triton's way is what they would wait for.
+        """
+        args, constexprs = self.args.values(), self.constexprs.values()
+        key = (id(self.kernel), device_index, *map(_kind, args), *constexprs, *self.options.items())
+        compiled = _compiled.get(key)
+        if compiled is None:
+            names = [*self.args, *self.constexprs]
+            check(
+                names == list(self.kernel.arg_names),
+                self.kernel.fn.__name__,
+                lambda: f"arguments out of order: {names}",
+            )
+            _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **_OPTIONS, **self.options)
+            return
+        x, y, z = (*self.grid, 1, 1)[:3]
+        stream = triton.runtime.driver.active.get_current_stream(device_index)
+        hooks = triton.knobs.runtime
+        metadata = compiled.launch_metadata(self.grid, stream, *args, *constexprs)
+        compiled.run(
+            x, y, z, stream, compiled.function, compiled.packed_metadata, metadata,
+            hooks.launch_enter_hook, hooks.launch_exit_hook, *args, *constexprs,
+        )  # fmt: skip
+
+    def _interpret(self) -> None:
+        for value in self.args.values():
+            check(
+                not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16,
+                self.kernel.fn.__name__,
+                "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there",
+            )
+        self.kernel[self.grid](**self.args, **self.constexprs)
 
     def aot(self, target: GPUTarget) -> Any:
         """Compile for a GPU that need not be present, with the specialisation that a launch would choose.

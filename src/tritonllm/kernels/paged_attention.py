@@ -73,31 +73,45 @@ def check_paged(
     check(
         k_cache.ndim == 4 and k_cache.shape == v_cache.shape,
         op,
-        f"k_cache and v_cache must be [blocks, block_size, kv_heads, D], got {shape_of(k_cache)}, {shape_of(v_cache)}",
+        lambda: (
+            f"k_cache and v_cache must be [blocks, block_size, kv_heads, D], got {shape_of(k_cache)}, "
+            f"{shape_of(v_cache)}"
+        ),
     )
     check(
         k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1,
         op,
-        f"k_cache and v_cache must share strides, unit on D, got {k_cache.stride()} and {v_cache.stride()}",
+        lambda: f"k_cache and v_cache must share strides, unit on D, got {k_cache.stride()} and {v_cache.stride()}",
     )
     check(
         q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16),
         op,
-        f"q and the caches must share a dtype of float32, float16 or bfloat16, got {shape_of(q)}, "
-        f"{shape_of(k_cache)}, {shape_of(v_cache)}",
+        lambda: (
+            f"q and the caches must share a dtype of float32, float16 or bfloat16, got {shape_of(q)}, "
+            f"{shape_of(k_cache)}, {shape_of(v_cache)}"
+        ),
     )
     check(
         q.shape[2] == k_cache.shape[3] and q.shape[2] <= 256,
         op,
-        f"q and the caches must share a head_dim of at most 256, got {shape_of(q)}, {shape_of(k_cache)}",
+        lambda: f"q and the caches must share a head_dim of at most 256, got {shape_of(q)}, {shape_of(k_cache)}",
     )
     check(
         k_cache.shape[2] > 0 and q.shape[1] % k_cache.shape[2] == 0,
         op,
-        f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_cache.shape[2]}",
+        lambda: f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_cache.shape[2]}",
     )
     check(
         block_tables.ndim == 2 and block_tables.dtype == torch.int32 and block_tables.stride(1) == 1,
         op,
-        f"block_tables must be int32 [B, W] with unit stride on W, got {shape_of(block_tables)}",
+        lambda: f"block_tables must be int32 [B, W] with unit stride on W, got {shape_of(block_tables)}",
+    )
+
+
+def check_integers(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `KernelError` unless a tensor is contiguous int32 of that shape."""
+    check(
+        tensor.dtype == torch.int32 and tensor.shape == shape and tensor.is_contiguous(),
+        op,
+        lambda: f"{name} must be contiguous int32 {list(shape)}, got {shape_of(tensor)}",
     )

@@ -27,6 +27,7 @@ import triton.language as tl
 from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
 from tritonllm.kernels.paged_attention import (
     LOG2_E,
+    check_integers,
     check_paged,
     key_offsets,
     load_block_ids,
@@ -237,28 +238,21 @@ def plan_prefill_attention(
     check(
         out.shape == q.shape and out.stride(2) == 1,
         op,
-        f"out must be like q with unit stride on D, got {shape_of(out)}",
+        lambda: f"out must be like q with unit stride on D, got {shape_of(out)}",
     )
-    for name, tensor, shape in (
-        ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
-        ("context_lens", context_lens, (batch,)),
-        ("tiles", tiles, (tiles.shape[0], 2)),
-    ):
-        check(
-            tensor.dtype == torch.int32 and tensor.shape == shape and tensor.is_contiguous(),
-            op,
-            f"{name} must be contiguous int32 {list(shape)}, got {shape_of(tensor)}",
-        )
+    check_integers(op, "cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    check_integers(op, "context_lens", context_lens, (batch,))
+    check_integers(op, "tiles", tiles, (tiles.shape[0], 2))
     check(
         tile_rows >= 16 and tile_rows & (tile_rows - 1) == 0,
         op,
-        f"tile_rows must be a power of two of at least 16, got {tile_rows}",
+        lambda: f"tile_rows must be a power of two of at least 16, got {tile_rows}",
     )
-    check(scale > 0, op, f"scale must be positive, got {scale}")
+    check(scale > 0, op, lambda: f"scale must be positive, got {scale}")
     num_heads, head_dim = q.shape[1], q.shape[2]
     if hopper is None:
         hopper = tile_rows == HOPPER_TILE_ROWS and serves_shape(head_dim, q.dtype, k_cache.shape[1], q.device)
-    if hopper and lies_in_rows(q, k_cache, v_cache, out):
+    if hopper and lies_in_rows(q, k_cache, out):
         return plan_prefill_hopper(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, tiles, scale, out)
     block_d = max(16, triton.next_power_of_2(head_dim))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory

@@ -18,6 +18,7 @@ _STAGES = 2
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
 _SMS_OF_AN_H100 = 132
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def serves_shape(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
@@ -30,23 +31,23 @@ def serves_shape(head_dim: int, dtype: torch.dtype, block_size: int, device: tor
     )
 
 
-def lies_in_rows(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether each tensor is a matrix of tokens: heads side by side, rows at a fixed distance that TMA can step."""
+def lies_in_rows(q: torch.Tensor, k_cache: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether each tensor is a matrix of tokens: heads side by side, rows at a fixed distance that TMA can step.
+
+    What holds for `k_cache` holds for `v_cache`, whose shape and strides are the same.
+    """
 
     def is_matrix(tensor: torch.Tensor) -> bool:
-        row = tensor.stride(-3)
-        return tensor.numel() > 0 and tensor.stride(-1) == 1 and tensor.stride(-2) == tensor.shape[-1] and row % 8 == 0
+        strides = tensor.stride()
+        return strides[-1] == 1 and strides[-2] == tensor.shape[-1] and strides[-3] % 8 == 0 and tensor.numel() > 0
 
-    caches = (k_cache, v_cache)
+    blocks, block_size = k_cache.shape[:2]
     return (
         is_matrix(q)
         and is_matrix(out)
-        and all(
-            is_matrix(cache)
-            and cache.stride(0) == cache.shape[1] * cache.stride(1)
-            and cache.shape[0] * cache.shape[1] < 2**31
-            for cache in caches
-        )
+        and is_matrix(k_cache)
+        and k_cache.stride(0) == block_size * k_cache.stride(1)
+        and blocks * block_size < 2**31
     )
 
 
@@ -72,10 +73,9 @@ def plan_prefill_hopper(
     """Plan this form for arguments that `plan_prefill_attention` has checked, tiles of `HOPPER_TILE_ROWS` rows."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
     def rows_of(tensor: torch.Tensor, num_rows: int, num_columns: int, box_rows: int) -> TensorDescriptor:
-        return TensorDescriptor(tensor, [num_rows, num_columns], [tensor.stride(-3), 1], [box_rows, head_dim], layout)
+        return TensorDescriptor(tensor, [num_rows, num_columns], [tensor.stride(-3), 1], [box_rows, head_dim], _LAYOUT)
 
     num_slots = k_cache.shape[0] * block_size
     num_items = tiles.shape[0] * num_heads
