@@ -1,4 +1,4 @@
-"""The command line: `generate` and `chat` run a model, `models` and `plugins` list what is known.
+"""The command line: `generate` and `chat` run a model, `bench` measures it, `models` and `plugins` list what is known.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from tritonllm import __version__
+from tritonllm.cli.bench import bench_app
 from tritonllm.cli.listing import models, plugins
 from tritonllm.cli.model import chat, generate
 from tritonllm.cli.terminal import say, show_warning
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, models, plugins):
     app.command()(command)
+app.add_typer(bench_app, name="bench")
 
 
 def main(args: Sequence[str] | None = None) -> None:

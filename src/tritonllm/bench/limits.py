@@ -1,0 +1,147 @@
+"""What the hardware allows: the least time that a workload can take, from bytes and operations alone.
+
+A floor is max(bytes / memory rate, operations / matrix rate): perfect overlap of both, no launch, no host. Counted is
+what no implementation can leave out: each weight of the linear layers and the head (a tied head is the same bytes, read
+once), each cached key and value that a step attends to, and the multiplications of the linear layers and of attention.
+Not counted, since they are small: rows of the embedding, norms, writes to the cache, activations, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tritonllm.config import ModelConfig
+from tritonllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches, not what its data sheet says.
+
+    Attributes:
+        memory: bytes a second of a large copy, reads and writes counted.
+        matrix: multiplications and additions a second of a large matrix product in bfloat16.
+    """
+
+    memory: float
+    matrix: float
+
+
+MEASURED = {"H200": Rates(memory=4.3e12, matrix=700e12)}
+"""By a part of the device's name."""
+
+_ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def find_rates(
+    device_name: str | None, dtype: str, memory_rate: float | None = None, matrix_rate: float | None = None
+) -> Rates | None:
+    """The rates to take floors at, None if they are not known; those given come before those measured.
+
+    Args:
+        device_name: as torch names it, None for a CPU.
+        dtype: of weights and activations; the table knows matrix products of two-byte types only.
+        memory_rate: in TB/s.
+        matrix_rate: in TFLOP/s.
+
+    Raises:
+        ConfigError: one rate was given and the other is not known.
+    """
+    measured = next((rates for name, rates in MEASURED.items() if name in (device_name or "")), None)
+    memory = None if memory_rate is None else memory_rate * 1e12
+    matrix = None if matrix_rate is None else matrix_rate * 1e12
+    if measured is not None:
+        memory = memory or measured.memory
+        matrix = matrix or (measured.matrix if _ITEM_SIZES[dtype] == 2 else None)
+    if memory is not None and matrix is not None:
+        return Rates(memory, matrix)
+    if memory_rate is not None or matrix_rate is not None:
+        missing = "matrix" if matrix is None else "memory"
+        raise ConfigError(
+            f"The {missing} rate of {device_name or 'this device'} in {dtype} is not known: "
+            f"give --{missing}-rate as well, or neither."
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes, operations and floors of one model on one device.
+
+    Args:
+        model: the model.
+        dtype: of weights, activations and cache.
+        rates: of the device; floors are None without.
+    """
+
+    model: ModelConfig
+    dtype: str
+    rates: Rates | None
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of all linear layers but the head; biases are left out."""
+        model = self.model
+        heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # Q, K, V and O
+        return model.num_layers * model.hidden_size * (heads + 3 * model.intermediate_size)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the LM head."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that each step reads."""
+        return (self.linear_parameters + self.head_parameters) * _ITEM_SIZES[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one cached token takes."""
+        model = self.model
+        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _ITEM_SIZES[self.dtype]
+
+    def attention_operations(self, pairs: float) -> float:
+        """Multiplications and additions for so many pairs of a query position and a key position: q @ k and p @ v."""
+        return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim * pairs
+
+    def prefill_operations(self, length: int) -> float:
+        """Of a prompt: every linear layer for every token, causal attention, the head for the last token only."""
+        pairs = length * (length + 1) / 2
+        return 2 * (self.linear_parameters * length + self.head_parameters) + self.attention_operations(pairs)
+
+    def prefill_seconds(self, length: int) -> float | None:
+        """Floor of the time to the first token of one prompt: all weights read once, or its operations."""
+        return self._seconds(self.weight_bytes, self.prefill_operations(length))
+
+    def decode_seconds(self, batch: int, context: float) -> float | None:
+        """Floor of one decode step of `batch` sequences that attend to `context` keys each, on average."""
+        keys = batch * context
+        operations = 2 * batch * (self.linear_parameters + self.head_parameters) + self.attention_operations(keys)
+        return self._seconds(self.weight_bytes + self.kv_bytes_per_token * keys, operations)
+
+    def workload_seconds(self, lengths: Sequence[tuple[int, int]]) -> float | None:
+        """Floor of requests that are all there at the start, `(prompt tokens, output tokens)` each.
+
+        The operations of all prompts, plus the bytes of all decode steps with the best possible batching: a prompt
+        gives its first token, so no fewer than `max(output tokens) - 1` steps read the weights once each, and a request
+        of n and m tokens reads n + 1, n + 2, ..., n + m - 1 cached tokens. Prompts and decode steps are added, since
+        they take turns in nearly every engine; a perfect overlap of the two could go below by the smaller share.
+        """
+        steps = max(output for _, output in lengths) - 1
+        keys = sum((output - 1) * prompt + output * (output - 1) // 2 for prompt, output in lengths)
+        operations = sum(self.prefill_operations(prompt) for prompt, _ in lengths)
+        decode = self._seconds(steps * self.weight_bytes + keys * self.kv_bytes_per_token, 0)
+        prefill = self._seconds(0, operations)
+        return None if decode is None or prefill is None else decode + prefill
+
+    def _seconds(self, num_bytes: float, operations: float) -> float | None:
+        if self.rates is None:
+            return None
+        return max(num_bytes / self.rates.memory, operations / self.rates.matrix)
+
+
+def fraction(floor: float | None, measured: float) -> float | None:
+    """Share of the measured time that the hardware needs."""
+    return None if floor is None or measured <= 0 else floor / measured

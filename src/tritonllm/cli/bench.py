@@ -1,0 +1,225 @@
+"""The commands that measure: `bench throughput`, `bench latency`, `bench ttft` and `bench startup`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tritonllm.cli.bench_options import (
+    AsJson,
+    BlockSize,
+    Budget,
+    Device,
+    DType,
+    EnforceEager,
+    LoadFormat,
+    MatrixRate,
+    MemoryRate,
+    Model,
+    Output,
+    PromptTokens,
+    Runs,
+    check_output,
+    engine_config,
+    numbers,
+)
+from tritonllm.cli.terminal import say
+
+bench_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure a model, and say how near the hardware's limit that is."
+)
+
+_BATCHES = "1,2,4,8,16,32,64,128,256"
+_LENGTHS = "128,512,8192"
+_BUDGET = 16384
+
+
+@bench_app.command()
+def throughput(
+    model: Model,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Requests, all there at the start.")] = 256,
+    shortest: Annotated[int, typer.Option("--shortest", min=1, help="Fewest tokens of a prompt or output.")] = 100,
+    longest: Annotated[int, typer.Option("--longest", min=1, help="Most tokens of a prompt or output.")] = 1024,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.6,
+    seed: Annotated[int, typer.Option("--seed", help="Of the lengths and prompts.")] = 0,
+    load_format: LoadFormat = "dummy",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    runs: Runs = 3,
+    max_num_batched_tokens: Budget = _BUDGET,
+    block_size: BlockSize = 256,
+    enforce_eager: EnforceEager = False,
+    memory_rate: MemoryRate = None,
+    matrix_rate: MatrixRate = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Output tokens per second of many random prompts at once."""
+    if shortest > longest:
+        raise typer.BadParameter(f"--shortest {shortest} is above --longest {longest}.")
+    check_output(output)
+    config = engine_config(
+        model,
+        load_format,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
+        max_num_sequences=num_prompts,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_length=2 * longest,
+    )
+    from tritonllm.bench.report import run
+    from tritonllm.bench.throughput import measure, workload
+
+    requests = workload(num_prompts, shortest, longest, seed)
+    report = run(
+        "throughput", model, config, memory_rate, matrix_rate, lambda it: measure(it, requests, temperature, runs)
+    )
+    _tell(report, as_json, output)
+
+
+@bench_app.command()
+def latency(
+    model: Model,
+    batches: Annotated[str, typer.Option("--batches", help="Requests at once, separated by commas.")] = _BATCHES,
+    prompt_tokens: PromptTokens = 128,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2, help="Tokens of each output.")] = 512,
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a step goes as well.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", dir_okay=False, help="Draw latency over batch: a .png, .svg or .pdf file.")
+    ] = None,
+    load_format: LoadFormat = "dummy",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    runs: Runs = 3,
+    max_num_batched_tokens: Budget = _BUDGET,
+    block_size: BlockSize = 256,
+    enforce_eager: EnforceEager = False,
+    memory_rate: MemoryRate = None,
+    matrix_rate: MatrixRate = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Milliseconds a token at each batch size."""
+    from tritonllm.bench.plot import SUFFIXES, plot_latency, require_matplotlib
+
+    sizes = numbers("--batches", batches)
+    if profile and output_tokens < 8:
+        raise typer.BadParameter(f"--profile looks at the middle of at least 8 --output-tokens, not {output_tokens}.")
+    check_output(output)
+    if plot is not None:
+        if plot.suffix.lower() not in SUFFIXES:
+            raise typer.BadParameter(f"--plot {plot} must end in one of {', '.join(SUFFIXES)}.")
+        check_output(plot, "--plot")
+        require_matplotlib()
+    config = engine_config(
+        model,
+        load_format,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
+        max_num_sequences=max(sizes),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_length=prompt_tokens + output_tokens,
+    )
+    from tritonllm.bench.latency import measure
+    from tritonllm.bench.report import run
+
+    report = run(
+        "latency",
+        model,
+        config,
+        memory_rate,
+        matrix_rate,
+        lambda it: measure(it, sizes, prompt_tokens, output_tokens, runs, profile),
+    )
+    _tell(report, as_json, output)
+    if plot is not None:
+        plot_latency(report, plot)
+        say(f"The plot is in {plot}.")
+
+
+@bench_app.command()
+def ttft(
+    model: Model,
+    lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a prompt, separated by commas.")] = _LENGTHS,
+    load_format: LoadFormat = "dummy",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    runs: Runs = 3,
+    max_num_batched_tokens: Budget = _BUDGET,
+    block_size: BlockSize = 256,
+    enforce_eager: EnforceEager = False,
+    memory_rate: MemoryRate = None,
+    matrix_rate: MatrixRate = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Milliseconds to the first token of one prompt."""
+    sizes = numbers("--lengths", lengths)
+    check_output(output)
+    config = engine_config(
+        model,
+        load_format,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_length=max(sizes) + 1,
+    )
+    from tritonllm.bench.report import run
+    from tritonllm.bench.ttft import measure
+
+    report = run("ttft", model, config, memory_rate, matrix_rate, lambda it: measure(it, sizes, runs))
+    _tell(report, as_json, output)
+
+
+@bench_app.command()
+def startup(
+    model: Model,
+    max_num_sequences: Annotated[
+        int, typer.Option("--max-num-sequences", min=1, help="Most requests decoded at once: how many CUDA graphs.")
+    ] = 256,
+    max_model_length: Annotated[
+        int, typer.Option("--max-model-length", min=4, help="Most tokens of prompt and output.")
+    ] = 2048,
+    load_format: LoadFormat = "dummy",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    runs: Runs = 3,
+    max_num_batched_tokens: Budget = _BUDGET,
+    block_size: BlockSize = 256,
+    enforce_eager: EnforceEager = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Seconds until an engine is ready, with an empty Triton cache and with a warm one."""
+    check_output(output)
+    config = engine_config(
+        model,
+        load_format,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
+        max_num_sequences=max_num_sequences,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_length=max_model_length,
+    )
+    from tritonllm.bench.startup import measure
+
+    _tell({"benchmark": "startup", "model": model, **measure(config, runs)}, as_json, output)
+
+
+def _tell(report: dict[str, Any], as_json: bool, output: Path | None) -> None:
+    from tritonllm.bench.report import as_text
+
+    typer.echo(json.dumps(report) if as_json else as_text(report))
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,249 @@
+"""`tritonllm bench` on a tiny model: every command, its JSON and table, and what is refused with which exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tritonllm
+from tritonllm.bench import step_profile, throughput
+from tritonllm.bench.report import as_text
+from tritonllm.bench.timing import timed_generate
+from tritonllm.cli import main
+from tritonllm.errors import EngineError
+from tritonllm.sampling_params import SamplingParams
+
+SOURCE = Path(tritonllm.__file__).parents[1]
+CPU = ("--device", "cpu", "--block-size", "16")
+RATES = ("--memory-rate", "0.01", "--matrix-rate", "0.1")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run(*args)`: exit code, standard output and standard error of `tritonllm bench`."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["bench", *args])
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def report(result: tuple[int, str, str]) -> dict[str, Any]:
+    """The one line of JSON that is all of standard output."""
+    code, out, err = result
+    assert code == 0, err
+    (line,) = out.splitlines()
+    return json.loads(line)
+
+
+class TestThroughput:
+    SIZES = ("--num-prompts", "3", "--shortest", "2", "--longest", "6", "--runs", "2")
+
+    def test_json(self, run, llama: str, tmp_path) -> None:
+        file = tmp_path / "report.json"
+        told = report(run("throughput", llama, *CPU, *RATES, *self.SIZES, "--json", "--output", str(file)))
+        assert json.loads(file.read_text()) == told
+        assert (told["benchmark"], told["model"]) == ("throughput", llama)
+        conditions = told["conditions"]
+        assert {"tritonllm", "commit", "torch", "triton", "python", "gpu", "driver"} <= set(conditions)
+        assert (conditions["device"], conditions["dtype"], conditions["load_format"]) == ("cpu", "float32", "dummy")
+        assert (conditions["max_num_sequences"], conditions["block_size"], conditions["gpu"]) == (3, 16, None)
+        assert told["floors"]["rates"] == {"memory": 1e10, "matrix": 1e11}
+        assert 6 <= told["output_tokens"] <= 18
+        assert told["seconds"] in [each["seconds"] for each in told["runs"]]
+        assert [each["preemptions"] for each in told["runs"]] == [0, 0]
+        assert told["fraction"] == pytest.approx(told["floor_seconds"] / told["seconds"], abs=0.05)
+        assert told["output_tokens_per_second"] < told["floor_output_tokens_per_second"]
+
+    def test_table_of_real_weights_without_floors(self, run, llama: str) -> None:
+        code, out, _ = run("throughput", llama, *CPU, *self.SIZES, "--load-format", "auto")
+        assert code == 0
+        first, _, titles, row = out.splitlines()
+        assert first.startswith(f"{llama} with its own weights in float32 on cpu, torch ")
+        assert titles.split()[:4] == ["output", "tokens/s", "floor", "of"]
+        assert row.split()[1:3] == ["unknown", "unknown"]
+
+    def test_the_module_prints_the_same_json(self, llama: str, monkeypatch, capsys) -> None:
+        monkeypatch.setattr(sys, "argv", ["throughput", llama, *CPU, *self.SIZES[:-2]])
+        with pytest.raises(SystemExit) as left:
+            throughput.main()
+        captured = capsys.readouterr()
+        told = report((int(left.value.code or 0), captured.out, captured.err))
+        assert len(told["runs"]) == 1
+        keys = ("model", "start_seconds", "seconds", "prompt_tokens", "output_tokens", "steps", "preemptions")
+        assert {*keys, "output_tokens_per_second"} <= set(told)
+
+
+class TestLatency:
+    SIZES = ("--prompt-tokens", "8", "--output-tokens", "16", "--runs", "3")
+
+    def test_json_with_a_profile(self, run, llama: str) -> None:
+        told = report(run("latency", llama, *CPU, *RATES, *self.SIZES, "--batches", "1,3", "--profile", "--json"))
+        assert [row["batch"] for row in told["batches"]] == [1, 3]
+        for row in told["batches"]:
+            assert 0 < row["floor_ms"] < row["ms_per_token"]
+            assert row["fraction"] == pytest.approx(row["floor_ms"] / row["ms_per_token"], abs=1e-3)
+            assert row["decode_tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms_per_token"], rel=1e-3)
+            for each in row["runs"]:
+                step = (each["seconds"] - each["seconds_of_one_token"]) / 15
+                assert each["ms_per_token"] == pytest.approx(1e3 * step, abs=1e-3)
+            profile = row["profile"]
+            assert set(profile["host_us"]) == {"schedule", "launch", "postprocess"}
+            assert all(0 < taken < profile["step_us"] * 100 for taken in profile["host_us"].values())
+            assert profile["gpu_busy_us"] is profile["gpu_idle_share"] is profile["kernels"] is None
+        assert told["batches"][0]["floor_ms"] < told["batches"][1]["floor_ms"]
+        assert "host: schedule" in as_text(told)
+
+    def test_the_profilers_events_become_kernels_and_busy_time(self, make_engine, monkeypatch) -> None:
+        from torch.autograd import DeviceType
+
+        def event(name: str, start: float, end: float, device: Any = DeviceType.CUDA) -> SimpleNamespace:
+            span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+            return SimpleNamespace(name=name, device_type=device, time_range=span)
+
+        events = [event("b", 3, 9), event("a", 0, 4), event("a", 20, 22), event("launch", 0, 99, DeviceType.CPU)]
+        profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+        monkeypatch.setattr("torch.profiler.profile", lambda **_: profiler)
+        llm = make_engine()
+        llm.add_prompt([2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+        busy, (first, second) = step_profile._profile(llm, 2)
+        assert busy == (9 + 2) / 2
+        assert first == {"name": "b", "us_per_step": 3, "launches_per_step": 0.5, "us_per_launch": 6}
+        assert second == {"name": "a", "us_per_step": 3, "launches_per_step": 1, "us_per_launch": 3}
+
+    def test_a_batch_that_does_not_run_together_is_an_error(self, run, llama: str) -> None:
+        code, out, err = run("latency", llama, "--device", "cpu", *self.SIZES, "--batches", "4")
+        assert (code, out) == (1, "")
+        assert "error: a batch of 4 took 3" in err
+        assert "lower --batches" in err
+
+    def test_a_profile_of_requests_that_end_too_soon_is_an_error(self, make_engine) -> None:
+        llm = make_engine(max_num_batched_tokens=5, max_num_sequences=4)
+        prompts = [[token] * 30 for token in (5, 6, 7, 8)]
+        bench = SimpleNamespace(llm=llm, prompts=lambda count, length: prompts)
+        with pytest.raises(EngineError, match="raise --max-num-batched-tokens"):
+            step_profile.profile_steps(bench, 4, 30, 8)
+        assert llm.scheduler.is_finished()
+        assert len(llm.generate([[1, 2]])["token_ids"]) == 1
+
+    def test_a_plot(self, run, llama: str, tmp_path) -> None:
+        pytest.importorskip("matplotlib")
+        file = tmp_path / "latency.png"
+        code, _, err = run("latency", llama, *CPU, *self.SIZES, "--batches", "1,2", "--plot", str(file))
+        assert (code, file.read_bytes()[:4]) == (0, b"\x89PNG"), err
+        assert f"The plot is in {file}." in err
+
+    def test_a_plot_without_matplotlib(self, run, llama: str, tmp_path, monkeypatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert run("latency", llama, *CPU, "--plot", str(tmp_path / "x.png")) == (
+            1,
+            "",
+            "error: --plot needs matplotlib, which is not installed: "
+            "`pip install 'tritonllm-engine[bench]'` brings it.\n",
+        )
+
+
+def test_ttft(run, llama: str) -> None:
+    told = report(run("ttft", llama, *CPU, *RATES, "--lengths", "2,60", "--runs", "3", "--json"))
+    assert [row["prompt_tokens"] for row in told["lengths"]] == [2, 60]
+    for row in told["lengths"]:
+        assert row["ms"] == sorted(row["runs"])[1]
+        assert 0 < row["floor_ms"] < row["ms"]
+        assert row["fraction"] == pytest.approx(row["floor_ms"] / row["ms"], abs=0.01)
+
+
+class TestStartup:
+    def test_two_processes_a_run(self, run, llama: str) -> None:
+        told = report(run("startup", llama, *CPU, "--runs", "1", "--max-model-length", "64", "--json"))
+        cold, warm = told["starts"]
+        assert (cold["triton_cache"], warm["triton_cache"]) == ("cold", "warm")
+        for start in (cold, warm):
+            parts = [start[f"{part}_seconds"] for part in ("import_torch", "engine", "first_token")]
+            assert min(parts) > 0
+            assert sum(parts) < start["process_seconds"] + 0.05
+        assert told["conditions"]["max_model_length"] == 64
+
+    @pytest.mark.parametrize(("said", "reason"), [("a warning\nout of memory\n", "out of memory"), ("", "exit code 9")])
+    def test_a_process_that_fails_says_why(self, run, llama: str, monkeypatch, said: str, reason: str) -> None:
+        failed = subprocess.CompletedProcess([], 9, stdout="", stderr=said)
+        monkeypatch.setattr("tritonllm.bench.startup.subprocess.run", lambda *_, **__: failed)
+        error = f"error: the process that starts the engine failed: {reason}\n"
+        assert run("startup", llama, *CPU, "--max-model-length", "64") == (1, "", error)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("command", ["throughput", "latency", "ttft", "startup"])
+    def test_a_bad_name_is_one_line_and_code_1(self, run, command: str) -> None:
+        assert run(command, "Qwen3-0.6") == (
+            1,
+            "",
+            "error: 'Qwen3-0.6' is no folder, no shipped shape and no hub id 'owner/name': "
+            "did you mean 'Qwen3-0.6B'?\n",
+        )
+
+    @pytest.mark.parametrize(
+        ("args", "reason"),
+        [
+            (["throughput", "--shortest", "9", "--longest", "8"], "--shortest 9 is above --longest 8."),
+            (["throughput", "--runs", "0"], "--runs"),
+            (["latency", "--batches", "1,x"], "--batches '1,x' is no list of numbers above 0, such as 1,8,16."),
+            (["latency", "--batches", ""], "is no list of numbers"),
+            (["latency", "--batches", "0"], "is no list of numbers"),
+            (["latency", "--output-tokens", "1"], "--output-tokens"),
+            (["latency", "--output-tokens", "4", "--profile"], "at least 8 --output-tokens, not 4."),
+            (["latency", "--plot", "x.jpeg"], "--plot x.jpeg must end in one of .png, .svg, .pdf."),
+            (["latency", "--plot", "/no/folder/x.png"], "--plot /no/folder/x.png: there is no folder /no/folder."),
+            (["ttft", "--lengths", "-1"], "--lengths '-1' is no list of numbers"),
+            (["ttft", "--output", "/no/folder/x"], "--output /no/folder/x: there is no folder /no/folder."),
+            (["ttft", "--memory-rate", "0"], "0.0 is no rate above 0."),
+            (["ttft", "--matrix-rate", "nan"], "nan is no rate above 0."),
+            (["startup", "--dtype", "int8"], "dtype='int8' is not valid"),
+            (["startup", "--load-format", "real"], "load_format='real' is not valid"),
+        ],
+    )
+    def test_wrong_usage_is_code_2(self, run, args: list[str], reason: str) -> None:
+        code, out, err = run(args[0], "Qwen3-0.6B", *args[1:])
+        assert (code, out) == (2, "")
+        assert reason in " ".join(err.split())
+
+    def test_one_rate_alone(self, run, llama: str) -> None:
+        code, out, err = run("ttft", llama, *CPU, "--lengths", "2", "--memory-rate", "1")
+        assert (code, out) == (1, "")
+        assert "give --matrix-rate as well, or neither." in err
+
+    def test_an_output_of_a_wrong_length(self) -> None:
+        def generate(prompts: Any, params: Any) -> dict[str, list[Any]]:
+            return {"token_ids": [[1, 2], [1]], "errors": [None, None], "finish_reason": ["length", "stop"]}
+
+        params = [SamplingParams(max_tokens=2)] * 2
+        with pytest.raises(EngineError, match=r"^output 1 has 1 tokens and not the 2 .*: finish reason 'stop'\.$"):
+            timed_generate(SimpleNamespace(generate=generate), [[1], [2]], params)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["latency", "--help"], ["ttft", "Qwen3-0.6B", "--lengths", "x"]])
+def test_help_and_wrong_usage_import_no_torch(args: list[str]) -> None:
+    code = (
+        "import sys, tritonllm.cli\n"
+        "try:\n    tritonllm.cli.main(['bench', *sys.argv[1:]])\n"
+        "except SystemExit:\n    print(*({'torch', 'triton', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.splitlines()[-1] == ""
