@@ -121,8 +121,6 @@ def plan_skinny_linear(
         "K": columns,
         "BLOCK_N": form.block_n,
         "BLOCK_K": form.block_k,
-        "GATED": gated,
-        "PDL": pdl,
     }
     block_m = token_block(tokens, limit)
     if form.kind == "gemv":
@@ -146,7 +144,7 @@ def plan_skinny_linear(
         kernel=kernel,
         grid=(cdiv(out.shape[1], form.block_n * form.tiles),),
         args=args | {"eps": eps},
-        constexprs=constexprs,
+        constexprs=constexprs | {"GATED": gated, "PDL": pdl},
         options=options | {"launch_pdl": True} if pdl else options,
     )
 
