@@ -38,8 +38,8 @@ def measure(config: EngineConfig, runs: int) -> dict[str, Any]:
         "starts": [
             {
                 "triton_cache": name,
-                **{part: round(statistics.median(run[part] for run in started), 2) for part in PARTS},
-                "runs": [{part: round(run[part], 3) for part in PARTS} for run in started],
+                **{part: round(statistics.median(run[part] for run in started), 4) for part in PARTS},
+                "runs": [{part: round(run[part], 4) for part in PARTS} for run in started],
             }
             for name, started in measured.items()
         ],
