@@ -64,7 +64,7 @@ def test_nothing_compiles_after_the_start():
     with make_engine("Qwen3-0.6B", "bfloat16", max_num_sequences=32) as llm:
         triton.knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(info["fn"].name)
         try:
-            for batch in (1, 2, 15, 16, 17):
+            for batch in (1, 2, 3, 5, 15, 16, 17):
                 for length in LENGTHS:
                     for kind in ({"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.9}):
                         params = SamplingParams(max_tokens=3, ignore_eos=True, **kind)

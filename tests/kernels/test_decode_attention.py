@@ -16,6 +16,7 @@ from tritonllm.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
     decode_splits,
+    distinct_batches,
     plan_decode_attention,
 )
 from tritonllm.kernels.launch import interpreting
@@ -194,6 +195,33 @@ def test_splits_are_few_powers_of_two(batch: int, num_kv_heads: int, num_sms: in
 
 def test_splits_measured_best_on_an_h200() -> None:
     assert [decode_splits(batch, 8, 132) for batch in (1, 2, 4, 8, 16, 64, 256)] == [32, 16, 8, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("num_sms", [20, 132, 300])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (16, 8), (9, 3), (8, 1), (64, 64)])
+def test_distinct_batches_compile_all_kernels(num_heads: int, num_kv_heads: int, num_sms: int) -> None:
+    """Whatever the batch, a launch differs from one of theirs in nothing but grid and tensors."""
+
+    def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    scratch = empty(2**40, dtype=torch.float32)
+    workspace = DecodeWorkspace(scratch, scratch, empty(2**20), num_sms)
+    cache = empty(4, 16, num_kv_heads, 64, dtype=torch.bfloat16)
+
+    def kernel(batch: int) -> str:
+        q = empty(batch, num_heads, 64, dtype=torch.bfloat16)
+        launch = plan_decode_attention(
+            q, cache, cache, empty(batch, 16), empty(batch), 0.125, workspace, torch.empty_like(q)
+        )
+        numbers = {name: value for name, value in launch.args.items() if not isinstance(value, torch.Tensor)}
+        return repr((numbers, launch.constexprs, launch.options))
+
+    distinct = distinct_batches(300, num_kv_heads, num_sms)
+    kernels = [kernel(batch) for batch in distinct]
+    assert len(set(kernels)) == len(kernels)
+    assert {kernel(batch) for batch in range(1, 301)} == set(kernels)
+    assert distinct_batches(distinct[-1] - 1, num_kv_heads, num_sms) == distinct[:-1]
 
 
 def test_refuses_what_it_cannot_take(device: torch.device) -> None:

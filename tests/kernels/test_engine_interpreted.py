@@ -42,6 +42,16 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, device: torch.device,
     assert tokens == [greedy(twin, prompt) for prompt in PROMPTS]
 
 
+def test_chunks_in_the_middle_of_a_prompt(tmp_path, device: torch.device) -> None:
+    """Where no prompt ends in a step, every kernel behind the last layer's keys and values is asked for 0 rows."""
+    twin = save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=2), tmp_path)
+    keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLMEngine(str(tmp_path), device=device.type, max_num_batched_tokens=2, **keys) as engine:
+        tokens = engine.generate(PROMPTS, params)["token_ids"]
+    assert tokens == [greedy(twin, prompt)[:2] for prompt in PROMPTS]
+
+
 def test_sampled_tokens_do_not_depend_on_the_batch(tmp_path, device: torch.device) -> None:
     save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=1, vocab_size=300), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}

@@ -15,6 +15,7 @@ PLAIN = (
     "tests/unit/test_steady_batch.py",
 )
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
+LAST_LAYER = ("tests/unit/test_last_layer.py",)
 LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
 
 
@@ -204,6 +205,27 @@ MUTANTS = (
         "positions[start:stop] = where",
         "positions[start:stop] = where - chunk.start",
         DEVICE,
+    ),
+    Mutant(
+        "the last layer looks into another prompt's blocks",
+        "tritonllm.engine.inputs",
+        "last_sequences[sampled] = index",
+        "last_sequences[sampled] = sampled",
+        LAST_LAYER,
+    ),
+    Mutant(
+        "the last layer adds its attention to the first tokens",
+        "tritonllm.models.decoder",
+        "residual = attn.wanted(residual)",
+        "residual = residual[: len(hidden)]",
+        LAST_LAYER,
+    ),
+    Mutant(
+        "what the last layer looks up is fixed when its metadata is made",
+        "tritonllm.engine.inputs",
+        "sequences=self.last_sequences,",
+        "sequences=self.last_sequences.clone(),",
+        LAST_LAYER,
     ),
     Mutant(
         "padding of a short prefill writes to block 0",

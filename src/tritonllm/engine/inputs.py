@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,12 @@ from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
 from tritonllm.kernels.prefill_attention import prefill_tiles
-from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tritonllm.models.attention_metadata import (
+    AttentionMetadata,
+    DecodeMetadata,
+    LastTokensMetadata,
+    PrefillMetadata,
+)
 
 _BEHIND_EVERY_QUERY = 2**30
 
@@ -50,8 +55,9 @@ class StepInputs:
         is_prefill: prompt chunks, or decode rows.
         input_ids: int32 `[T]`.
         positions: int32 `[T]`.
-        attn: what the attention layers need.
+        attn: what the attention layers need, for the hidden states of all T tokens.
         last_tokens: int32 `[N]`, the tokens whose logits are wanted.
+        last_sequences: int32 `[N]`, their sequences, as rows of the block tables.
         next_positions: int32 `[N]`, positions of the tokens to be sampled.
         sampling: how they are chosen, None if N is 0.
         plain: all of them greedy or plain temperature.
@@ -62,9 +68,26 @@ class StepInputs:
     positions: torch.Tensor
     attn: AttentionMetadata
     last_tokens: torch.Tensor
+    last_sequences: torch.Tensor
     next_positions: torch.Tensor
     sampling: SamplingRows | None
     plain: bool
+
+    def attn_of_last(self, workspace: DecodeWorkspace) -> AttentionMetadata:
+        """`attn` that also tells a model that the hidden states of `last_tokens` are all that is wanted."""
+        attn = self.attn
+        if not isinstance(attn, PrefillMetadata):
+            return attn
+        last = LastTokensMetadata(
+            slot_mapping=attn.slot_mapping,
+            last_tokens=self.last_tokens,
+            sequences=self.last_sequences,
+            block_tables=attn.block_tables,
+            # The last token of a prompt attends to all tokens before the one that is to be sampled.
+            context_lens=self.next_positions,
+            workspace=workspace,
+        )
+        return replace(attn, last=last)
 
 
 def pack_row(update: RowUpdate, width: int) -> list[int]:
@@ -90,7 +113,7 @@ class PrefillLayout:
     """Where the inputs of a prefill lie in one int32 buffer, which is all that is sent to the device.
 
     What the chunks at hand leave over is padding: tokens of id 0 that are stored nowhere, sequences without queries,
-    tiles that start behind every query, and greedy rows whose token nobody reads.
+    tiles that start behind every query, and greedy rows of context length 0 whose token nobody reads.
 
     Attributes:
         num_tokens: T.
@@ -137,7 +160,8 @@ class PrefillLayout:
         """Where each section lies, in the order of `pack`."""
         tokens, seqs, sampled = self.num_tokens, self.num_seqs, self.num_sampled
         tables = seqs * self.table_width
-        sizes = [tokens, tokens, tokens, tables, seqs + 1, seqs, 2 * self.num_tiles, sampled, sampled, sampled * HEADER]
+        sizes = [tokens, tokens, tokens, tables, seqs + 1, seqs, 2 * self.num_tiles]
+        sizes += [sampled, sampled, sampled, sampled * HEADER]
         starts = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
         return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
@@ -145,9 +169,8 @@ class PrefillLayout:
         """The buffer's contents, int32, for chunks that fit."""
         sections = self.sections
         buffer = np.zeros(-(-sections[-1].stop // ALIGNMENT) * ALIGNMENT, dtype=np.int32)
-        (ids, positions, slots, tables, cu_seqlens, context_lens, tiles, last_tokens, next_positions, headers) = (
-            buffer[section] for section in sections
-        )
+        ids, positions, slots, tables, cu_seqlens, context_lens, tiles, *rows = (buffer[part] for part in sections)
+        last_tokens, last_sequences, next_positions, headers = rows
         tables, headers = tables.reshape(self.num_seqs, -1), headers.reshape(self.num_sampled, HEADER)
         slots[:] = -1
         tiles = tiles.reshape(self.num_tiles, 2)
@@ -165,6 +188,7 @@ class PrefillLayout:
             context_lens[index] = chunk.context_len
             if chunk.sample:
                 last_tokens[sampled] = stop - 1
+                last_sequences[sampled] = index
                 next_positions[sampled] = chunk.context_len
                 headers[sampled] = _header(-1, chunk.context_len, chunk.sampling)
                 sampled += 1
@@ -187,8 +211,8 @@ class PrefillLayout:
             tiles=views[6].view(self.num_tiles, 2),
             tile_rows=self.tile_rows,
         )
-        sampling = SamplingRows.of(views[9].view(self.num_sampled, HEADER)) if self.num_sampled else None
-        return StepInputs(True, views[0], views[1], attn, views[7], views[8], sampling, plain)
+        sampling = SamplingRows.of(views[10].view(self.num_sampled, HEADER)) if self.num_sampled else None
+        return StepInputs(True, views[0], views[1], attn, views[7], views[8], views[9], sampling, plain)
 
 
 def are_plain(chunks: list[PrefillChunk]) -> bool:
@@ -227,4 +251,4 @@ def decode_inputs(
     matrix = rows.view(len(updates), width)
     attn = DecodeMetadata(slots_, matrix[:, HEADER:], context_lens_, workspace)
     plain = all(update.sampling.is_plain for update in updates)
-    return StepInputs(False, ids, positions_, attn, last, context_lens_, SamplingRows.of(matrix), plain)
+    return StepInputs(False, ids, positions_, attn, last, last, context_lens_, SamplingRows.of(matrix), plain)

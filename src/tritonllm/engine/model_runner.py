@@ -21,7 +21,7 @@ from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.sequence import RowSampling, Sequence
 from tritonllm.engine.upload import upload
 from tritonllm.errors import EngineError
-from tritonllm.kernels.decode_attention import DecodeWorkspace
+from tritonllm.kernels.decode_attention import DecodeWorkspace, distinct_batches
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN, advance_rows, load_rows
 from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.kernels.sampling import pick_tokens, sample_tokens
@@ -119,7 +119,8 @@ class ModelRunner:
     def warmup_model(self) -> int:
         """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
 
-        `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing.
+        `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing. Before it
+        run prompts of one token, as many at once as make every difference to a kernel.
         """
         length = min(self.config.max_model_length or 1, self.config.max_num_batched_tokens)
         budget = min(self.config.warm_up_tokens, self.config.max_num_batched_tokens)
@@ -128,6 +129,9 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         sizes = [(1, 1, tile_rows) for tile_rows in self.tiling.all_rows]
+        most = min(self.max_num_rows, self.config.max_num_batched_tokens)  # prompts that can end in one step
+        batches = distinct_batches(most, self.num_kv_heads, self.workspace.num_sms)
+        sizes += [(1, batch, self.tiling.portable_rows) for batch in batches]
         sizes.append((length, count, self.tiling.rows([length] * count)))
         for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0)):
             for chunk_length, chunk_count, tile_rows in sizes:
@@ -241,10 +245,13 @@ class ModelRunner:
 
     def _prefill(self, inputs: StepInputs) -> None:
         """Run prompt chunks and sample for those that end a prompt."""
-        hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, inputs.attn)
+        attn = inputs.attn_of_last(self.workspace)
+        hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
         if inputs.sampling is None:
             return
-        hidden = hidden[inputs.last_tokens.long()]
+        # A model may have returned those rows alone. If all tokens are wanted they are the same, as they come in order.
+        if len(hidden) != len(inputs.last_tokens):
+            hidden = hidden.index_select(0, inputs.last_tokens)
         tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.plain)
         self.sampled[self.max_num_rows : self.max_num_rows + len(tokens)].copy_(tokens)
 
@@ -307,7 +314,7 @@ class ModelRunner:
             raise EngineError("call prepare_prefill or prepare_decode, to match is_prefill, right before run_model")
         hidden = self.model(input_ids, inputs.positions, self.pool.layers, inputs.attn)
         if is_prefill and not all_positions:
-            hidden = hidden[inputs.last_tokens.long()]
+            hidden = hidden.index_select(0, inputs.last_tokens)
         return self.model.compute_logits(hidden)
 
     def call(self, method: str, *args: Any) -> Any:

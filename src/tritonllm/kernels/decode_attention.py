@@ -121,6 +121,15 @@ def tiles_before_split(pairs: int, splits: int, num_sms: int) -> int:
     return min(max(64 // splits, 2), 8)
 
 
+def distinct_batches(max_batch: int, num_kv_heads: int, num_sms: int) -> list[int]:
+    """The smallest batch of each kernel that is compiled for batches from 1 to `max_batch`, ascending."""
+    smallest: dict[tuple[int, int], int] = {}
+    for batch in range(1, max_batch + 1):
+        splits = decode_splits(batch, num_kv_heads, num_sms)
+        smallest.setdefault((splits, tiles_before_split(batch * num_kv_heads, splits, num_sms)), batch)
+    return list(smallest.values())
+
+
 @functools.lru_cache
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors of a device; those of an H200 where there is no GPU to ask."""

@@ -2,6 +2,9 @@
 
 A step has up to two segments, prefill chunks and decode rows, and each runs the model once with its own metadata.
 Both read keys and values through the block table, after the store kernel has written the new ones.
+
+A layer asks three things of its metadata: `slot_mapping`, where new keys and values go; `attend`; and `wanted`, which
+picks the rows that the layer's work after attention is for. `attend` gives back the same ones.
 """
 
 from __future__ import annotations
@@ -15,6 +18,40 @@ from tritonllm.kernels.prefill_attention import prefill_attention
 
 
 @dataclass(frozen=True)
+class LastTokensMetadata:
+    """A prefill's last layer, whose results are wanted for N of T tokens, each the last of its sequence so far.
+
+    Later tokens need the keys and values of all T, but nobody reads the queries, the attention and the MLP of the
+    others. A last token sees the whole context, so its attention is that of a decode step. N may be 0.
+
+    Attributes:
+        slot_mapping: int32 `[T]`, as in the prefill.
+        last_tokens: int32 `[N]`, the wanted tokens among T, in their order.
+        sequences: int32 `[N]`, the rows of `block_tables` that they belong to.
+        block_tables: int32 `[B, W]`, as in the prefill.
+        context_lens: int32 `[N]`, keys of each wanted token; 0 for a padding row.
+        workspace: scratch of the split-KV kernel.
+    """
+
+    slot_mapping: torch.Tensor
+    last_tokens: torch.Tensor
+    sequences: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    workspace: DecodeWorkspace
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention `[N, heads, head_dim]` of the wanted tokens among q `[T, heads, head_dim]`."""
+        # Looked up here and not where the metadata is made: a captured graph has to do it at every replay.
+        tables = self.block_tables.index_select(0, self.sequences)
+        return decode_attention(self.wanted(q), k_cache, v_cache, tables, self.context_lens, scale, self.workspace)
+
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows `[N, ...]` of x `[T, ...]` that belong to the wanted tokens, in memory of their own."""
+        return x.index_select(0, self.last_tokens)
+
+
+@dataclass(frozen=True)
 class PrefillMetadata:
     """Prompt chunks of B sequences, T tokens in all; query i of a sequence sits at `context_len - query_len + i`.
 
@@ -25,6 +62,7 @@ class PrefillMetadata:
         context_lens: int32 `[B]`, keys of each sequence once this chunk is stored.
         tiles: int32 `[N, 2]`, the (sequence, first query row) of every program, heaviest first.
         tile_rows: query rows of a tile.
+        last: what the last layer may take instead, if the final hidden states of its tokens are all that is wanted.
     """
 
     slot_mapping: torch.Tensor
@@ -33,6 +71,7 @@ class PrefillMetadata:
     context_lens: torch.Tensor
     tiles: torch.Tensor
     tile_rows: int
+    last: LastTokensMetadata | None = None
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of q `[T, heads, head_dim]`; the same shape comes back."""
@@ -47,6 +86,10 @@ class PrefillMetadata:
             self.tile_rows,
             scale,
         )
+
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself: every token goes on."""
+        return x
 
 
 @dataclass(frozen=True)
@@ -69,10 +112,14 @@ class DecodeMetadata:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""
         return decode_attention(q, k_cache, v_cache, self.block_tables, self.context_lens, scale, self.workspace)
 
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself: every row goes on."""
+        return x
+
     @property
     def num_rows(self) -> int:
         """B, with padding rows."""
         return self.context_lens.shape[0]
 
 
-AttentionMetadata = PrefillMetadata | DecodeMetadata
+AttentionMetadata = PrefillMetadata | DecodeMetadata | LastTokensMetadata

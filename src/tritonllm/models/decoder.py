@@ -16,6 +16,7 @@ from tritonllm.models.layers import (
     KVCache,
     LayerCache,
     LMHead,
+    PrefillMetadata,
     RMSNorm,
     RotaryEmbedding,
     TPGroup,
@@ -50,6 +51,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(hidden, residual)`, both `[T, hidden_size]`; their sum is the residual stream after this layer.
 
+        Where attn wants N of the T tokens only, both come back as `[N, hidden_size]`; N may be 0.
         Without a residual hidden is the whole stream, as it is from the embedding on in a decode step of few rows.
         """
         if residual is None and isinstance(attn, DecodeMetadata) and self._fuses(attn.num_rows, hidden.shape[1]):
@@ -60,6 +62,7 @@ class DecoderLayer(nn.Module):
         else:
             hidden = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, cache, attn)
+        residual = attn.wanted(residual)
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -74,8 +77,22 @@ class DecoderLayer(nn.Module):
         )
 
 
+def _selects_tokens(layer: nn.Module) -> bool:
+    """Whether a layer goes on with the wanted tokens alone: the kit's own methods do, others need not."""
+    return (
+        isinstance(layer, DecoderLayer)
+        and type(layer).forward is DecoderLayer.forward
+        and type(layer.self_attn).forward is Attention.forward
+    )
+
+
 class DecoderModel(nn.Module):
-    """Everything below the LM head, under the checkpoint's prefix `model.`."""
+    """Everything below the LM head, under the checkpoint's prefix `model.`.
+
+    Attributes:
+        select_tokens: if True, `forward` returns the tokens alone that a prefill's `last` names, and the last layer
+            computes no more than they need. False for all T tokens always.
+    """
 
     def __init__(self, config: ModelConfig, tp: TPGroup, layer_class: type[DecoderLayer]) -> None:
         super().__init__()
@@ -83,13 +100,18 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer_class(config, rotary, tp) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.select_tokens = False
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata
     ) -> torch.Tensor:
+        metadata = [attn] * len(self.layers)
+        last = attn.last if isinstance(attn, PrefillMetadata) else None
+        if last is not None and self.select_tokens and _selects_tokens(self.layers[-1]):
+            metadata[-1] = last
         hidden, residual = self.embed_tokens(input_ids), None
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            hidden, residual = layer(hidden, residual, positions, cache, attn)
+        for layer, cache, seen in zip(self.layers, kv_cache, metadata, strict=True):
+            hidden, residual = layer(hidden, residual, positions, cache, seen)
         return self.norm(hidden, residual)
 
 
@@ -114,13 +136,19 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = DecoderModel(config, tp, self.layer_class)
+        # A subclass with a forward of its own may go on with every token.
+        self.model.select_tokens = type(self).forward is DecoderLM.forward
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, weight=tied)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata
     ) -> torch.Tensor:
-        """Final hidden states `[T, hidden_size]` of int32 or int64 ids `[T]` at int32 positions `[T]`."""
+        """Final hidden states `[T, hidden_size]` of int32 or int64 ids `[T]` at int32 positions `[T]`.
+
+        They are those of the wanted tokens alone, `[N, hidden_size]`, where attn is a prefill's and names N of them in
+        `last`.
+        """
         return self.model(input_ids, positions, kv_cache, attn)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

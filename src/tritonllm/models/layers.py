@@ -19,7 +19,7 @@ from tritonllm.kernels.norm import add_rms_norm, rms_norm
 from tritonllm.kernels.rope_store import rope_store_kv
 from tritonllm.kernels.sampling import pick_tokens
 from tritonllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
-from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata
+from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tritonllm.models.linear import (
     ColumnLinear,
     GateUpLinear,
@@ -42,6 +42,7 @@ __all__ = [
     "LMHead",
     "LayerCache",
     "Part",
+    "PrefillMetadata",
     "QKVLinear",
     "RMSNorm",
     "RotaryEmbedding",
@@ -116,7 +117,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
     ) -> torch.Tensor:
-        """hidden `[T, hidden_size]` and int32 positions `[T]` to `[T, hidden_size]`."""
+        """hidden `[T, hidden_size]` and int32 positions `[T]` to `[T, hidden_size]`, or `[N, ...]` if attn wants N."""
         k_cache, v_cache = cache
         q = rope_store_kv(
             self.qkv_proj(hidden),

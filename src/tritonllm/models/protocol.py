@@ -21,7 +21,11 @@ class CausalLM(Protocol):
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata
     ) -> torch.Tensor:
-        """Final hidden states `[T, hidden_size]` of int32 ids `[T]` at int32 positions `[T]`."""
+        """Final hidden states of int32 ids `[T]` at int32 positions `[T]`.
+
+        Either of all tokens, `[T, hidden_size]`, or of the wanted ones alone, `[N, hidden_size]`, where attn is a
+        prefill's and its `last` names N of them; N may be 0.
+        """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, this rank's part of the vocabulary]` of hidden states `[N, hidden_size]`."""
