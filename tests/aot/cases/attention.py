@@ -86,7 +86,7 @@ def _hopper(num_heads: int, num_kv_heads: int, head_dim: int) -> list[Launch]:
 
 
 CASES = [
-    Case("qwen3-0.6b", partial(_attention, 16, 8, 128, batches=(64,)), dot=True, sized=True),
+    Case("qwen3-0.6b", partial(_attention, 16, 8, 128, batches=(1, 64)), dot=True, sized=True),
     Case("llama-3.2-1b", partial(_attention, 32, 8, 64, batches=(1,)), dot=True, sized=True),
     Case("smollm2-135m", partial(_attention, 9, 3, 64), dot=True, sized=True),
     Case("qwen3-8b-blocks-of-16", partial(_attention, 32, 8, 128, block_size=16), dot=True, sized=True),
