@@ -64,6 +64,24 @@ def test_add_rms_norm_matches_reference(data, seed, tokens, columns, padding, de
     torch.testing.assert_close(out, expected, **tolerance("add_rms_norm", dtype))
 
 
+@given(data=st.data(), seed=SEEDS, parts=st.integers(1, 8), tokens=TOKENS, columns=COLUMNS)
+def test_parts_are_added_in_order_and_rounded_once(data, seed, parts, tokens, columns, device, dtypes):
+    """The bits of the separate ops, which tells an order of sums from another."""
+    dtype = data.draw(st.sampled_from(dtypes))
+    draw = Draw(seed, device)
+    x = draw.normal(parts, tokens, columns, scale=3.0)
+    residual, weight = draw.normal(tokens, columns, dtype=dtype), draw.normal(columns, dtype=dtype)
+    total = torch.zeros(tokens, columns, device=device)
+    for part in x:
+        total += part
+    expected_residual = residual.clone()
+    expected = add_rms_norm(total.to(dtype), expected_residual, weight, EPS)
+    out = add_rms_norm(x, residual, weight, EPS)
+    assert out.dtype == dtype
+    assert torch.equal(bits(residual), bits(expected_residual))
+    assert torch.equal(bits(out), bits(expected))
+
+
 @given(data=st.data(), seed=SEEDS, tokens=st.integers(2, 6), columns=COLUMNS)
 def test_one_row_equals_many(data, seed, tokens, columns, device, dtypes):
     dtype = data.draw(st.sampled_from(dtypes))
@@ -114,6 +132,12 @@ def test_refuses_what_does_not_fit(x_shape, weight_shape, weight_dtype, device):
         rms_norm(x, weight, EPS)
     with pytest.raises(KernelError, match="add_rms_norm: "):
         add_rms_norm(x, x.clone(), weight, EPS)
+
+
+def test_refuses_parts_that_are_rounded_already(device):
+    x, residual = torch.zeros(4, 2, 8, dtype=torch.float16, device=device), torch.zeros(2, 8, device=device).half()
+    with pytest.raises(KernelError, match=r"parts of it in float32 \[S, T, H\], not float16\[4, 2, 8\]"):
+        add_rms_norm(x, residual, torch.zeros(8, device=device).half(), EPS)
 
 
 def test_refuses_another_residual(device):

@@ -78,9 +78,11 @@ def _add_rms_norm_kernel(
     weight_ptr,
     out_ptr,
     num_rows,
+    part_stride,
     x_stride,
     residual_stride,
     eps,
+    PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,6 +95,10 @@ def _add_rms_norm_kernel(
     residual_ptrs = residual_ptr + row * residual_stride + column
 
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)  # [ROWS, BLOCK]
+    for _ in tl.static_range(1, PARTS):
+        x_ptr += part_stride
+        x += tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    x = x.to(out_ptr.dtype.element_ty)
     residual = tl.load(residual_ptrs, mask=mask, other=0.0)  # [ROWS, BLOCK]
     weight = tl.load(weight_ptr + row * 0 + column, mask=mask, other=0.0)  # [ROWS, BLOCK]
     total = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
@@ -120,20 +126,20 @@ def _as_heads(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, 1, x.shape[-1]) if one_stride else x
 
 
-def _check_row(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_row(op: str, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> None:
     columns = x.shape[-1] if x.dim() else 0
     check(0 < columns <= _MAX_COLUMNS, op, lambda: f"x must have 1 to {_MAX_COLUMNS} columns, not {shape_of(x)}")
     check(x.stride(-1) == 1, op, lambda: f"the last axis of x must have stride 1, not strides {x.stride()}")
     check(
-        weight.shape == (columns,) and weight.dtype == x.dtype and weight.is_contiguous(),
+        weight.shape == (columns,) and weight.dtype == dtype and weight.is_contiguous(),
         op,
-        lambda: f"weight must be contiguous, of the dtype and last axis of x {shape_of(x)}, not {shape_of(weight)}",
+        lambda: f"weight must be contiguous {dtype} of the last axis of x {shape_of(x)}, not {shape_of(weight)}",
     )
 
 
 def plan_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> Launch:
     """Plan of `rms_norm` for x [..., H] into a contiguous out of the same shape."""
-    _check_row("rms_norm", x, weight)
+    _check_row("rms_norm", x, weight, x.dtype)
     columns = x.shape[-1]
     view = _as_heads(x)
     constexprs, options = _tile(columns)
@@ -158,29 +164,35 @@ def plan_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps:
 def plan_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
 ) -> Launch:
-    """Plan of `add_rms_norm` for x and residual [T, H] into a contiguous out [T, H]."""
-    _check_row("add_rms_norm", x, weight)
-    check(x.dim() == 2, "add_rms_norm", lambda: f"x must be [T, H], not {shape_of(x)}")
+    """Plan of `add_rms_norm` for x [T, H] or [S, T, H] and residual [T, H] into a contiguous out [T, H]."""
+    _check_row("add_rms_norm", x, weight, residual.dtype)
     check(
-        residual.shape == x.shape and residual.dtype == x.dtype and residual.stride(-1) == 1,
+        x.dim() == 2 or (x.dim() == 3 and x.shape[0] > 0 and x.dtype == torch.float32),
+        "add_rms_norm",
+        lambda: f"x must be [T, H], or parts of it in float32 [S, T, H], not {shape_of(x)}",
+    )
+    check(
+        residual.shape == x.shape[-2:] and residual.stride(-1) == 1 and (x.dim() == 3 or residual.dtype == x.dtype),
         "add_rms_norm",
         lambda: f"residual must match x {shape_of(x)} with stride 1 along the last axis, not {shape_of(residual)}",
     )
-    constexprs, options = _tile(x.shape[1])
+    num_rows, columns = residual.shape
+    constexprs, options = _tile(columns)
     return Launch(
         kernel=_add_rms_norm_kernel,
-        grid=(cdiv(x.shape[0], constexprs["ROWS"]),),
+        grid=(cdiv(num_rows, constexprs["ROWS"]),),
         args={
             "x_ptr": x,
             "residual_ptr": residual,
             "weight_ptr": weight,
             "out_ptr": out,
-            "num_rows": x.shape[0],
-            "x_stride": x.stride(0),
+            "num_rows": num_rows,
+            "part_stride": x.stride(0) if x.dim() == 3 else 0,
+            "x_stride": x.stride(-2),
             "residual_stride": residual.stride(0),
             "eps": eps,
         },
-        constexprs={**constexprs, "PDL": supports_pdl(x.device)},
+        constexprs={"PARTS": x.shape[0] if x.dim() == 3 else 1, **constexprs, "PDL": supports_pdl(x.device)},
         options={**options, **pdl_options(x.device)},
     )
 
@@ -210,9 +222,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     """Add x to the residual stream in place and normalise the sum.
 
     Args:
-        x: [T, H], the output of a sublayer.
+        x: [T, H], the output of a sublayer, or float32 parts of it [S, T, H], added in order and rounded first.
         residual: [T, H], dtype of x; overwritten by residual + x.
-        weight: [H], dtype of x.
+        weight: [H], dtype of residual.
         eps: added to the mean square.
 
     Returns:
@@ -223,6 +235,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     """
     if not runs_kernel(x):
         return elementwise.add_rms_norm(x, residual, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
     plan_add_rms_norm(x, residual, weight, out, eps).run()
     return out

@@ -15,6 +15,7 @@ import torch
 
 from tritonllm.kernels.decode_attention import DecodeWorkspace, decode_attention
 from tritonllm.kernels.prefill_attention import prefill_attention
+from tritonllm.models.decode_path import DecodePath
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,14 @@ class DecodeMetadata:
         block_tables: int32 `[B, W]`.
         context_lens: int32 `[B]`, keys of each row with the new token.
         workspace: scratch of the split-KV kernel.
+        path: the kernels that a layer of the kit takes; the model sets it for its own layers.
     """
 
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     workspace: DecodeWorkspace
+    path: DecodePath = DecodePath.SEPARATE
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""

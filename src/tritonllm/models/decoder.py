@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from tritonllm.config import ModelConfig
+from tritonllm.models.decode_path import DecodePath, decode_path
 from tritonllm.models.layers import (
     Attention,
     AttentionMetadata,
@@ -21,7 +23,6 @@ from tritonllm.models.layers import (
     RotaryEmbedding,
     TPGroup,
     VocabEmbedding,
-    fused_rows,
 )
 
 
@@ -52,33 +53,29 @@ class DecoderLayer(nn.Module):
         """`(hidden, residual)`, both `[T, hidden_size]`; their sum is the residual stream after this layer.
 
         Where attn wants N of the T tokens only, both come back as `[N, hidden_size]`; N may be 0.
-        Without a residual hidden is the whole stream, as it is from the embedding on in a decode step of few rows.
+        Without a residual hidden is the whole stream, as it is from the embedding on if `attn.path` is SKINNY. If that
+        is HOPPER, hidden comes back in parts, float32 `[S, T, hidden_size]`, as `RMSNorm` takes it.
         """
-        if residual is None and isinstance(attn, DecodeMetadata) and self._fuses(attn.num_rows, hidden.shape[1]):
-            stream = self.self_attn.residual_step(hidden, self.input_layernorm, positions, cache, attn)
+        decode = attn if isinstance(attn, DecodeMetadata) else None
+        if decode is not None and decode.path is DecodePath.SKINNY and residual is None:
+            stream = self.self_attn.residual_step(hidden, self.input_layernorm, positions, cache, decode)
             return self.mlp.residual_step(stream, self.post_attention_layernorm), None
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
             hidden = self.input_layernorm(hidden, residual)
+        if decode is not None and decode.path is DecodePath.HOPPER:
+            hidden = self.self_attn.parts_step(hidden, positions, cache, decode)
+            hidden = self.post_attention_layernorm(hidden, residual)
+            return self.mlp.parts_step(hidden), residual
         hidden = self.self_attn(hidden, positions, cache, attn)
         residual = attn.wanted(residual)
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
-    def _fuses(self, num_rows: int, hidden_size: int) -> bool:
-        """Few rows, one rank, and the kit's own modules: a subclass may have put others in their place."""
-        return (
-            num_rows <= fused_rows(hidden_size)
-            and self.tp.size == 1
-            and type(self.self_attn).forward is Attention.forward
-            and type(self.mlp).forward is GatedMLP.forward
-            and type(self.input_layernorm) is type(self.post_attention_layernorm) is RMSNorm
-        )
 
-
-def _selects_tokens(layer: nn.Module) -> bool:
-    """Whether a layer goes on with the wanted tokens alone: the kit's own methods do, others need not."""
+def _is_of_the_kit(layer: nn.Module) -> bool:
+    """Whether a layer and its attention go by the kit's own methods: others need not know of paths or wanted tokens."""
     return (
         isinstance(layer, DecoderLayer)
         and type(layer).forward is DecoderLayer.forward
@@ -86,10 +83,22 @@ def _selects_tokens(layer: nn.Module) -> bool:
     )
 
 
+def _may_fuse(layer: nn.Module) -> bool:
+    """Whether a layer may take another path than SEPARATE: one rank, and nothing of the kit replaced."""
+    return (
+        isinstance(layer, DecoderLayer)
+        and _is_of_the_kit(layer)
+        and layer.tp.size == 1
+        and type(layer.mlp).forward is GatedMLP.forward
+        and type(layer.input_layernorm) is type(layer.post_attention_layernorm) is RMSNorm
+    )
+
+
 class DecoderModel(nn.Module):
     """Everything below the LM head, under the checkpoint's prefix `model.`.
 
     Attributes:
+        in_features: row lengths of the layers' weights: hidden size, heads * head_dim, intermediate size.
         select_tokens: if True, `forward` returns the tokens alone that a prefill's `last` names, and the last layer
             computes no more than they need. False for all T tokens always.
     """
@@ -100,16 +109,20 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer_class(config, rotary, tp) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.in_features = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
         self.select_tokens = False
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata
     ) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        if isinstance(attn, DecodeMetadata) and type(self.norm) is RMSNorm and all(map(_may_fuse, self.layers)):
+            path = decode_path(attn.num_rows, self.in_features, hidden.dtype, hidden.device)
+            attn = replace(attn, path=path)
         metadata = [attn] * len(self.layers)
         last = attn.last if isinstance(attn, PrefillMetadata) else None
-        if last is not None and self.select_tokens and _selects_tokens(self.layers[-1]):
+        if last is not None and self.select_tokens and _is_of_the_kit(self.layers[-1]):
             metadata[-1] = last
-        hidden, residual = self.embed_tokens(input_ids), None
         for layer, cache, seen in zip(self.layers, kv_cache, metadata, strict=True):
             hidden, residual = layer(hidden, residual, positions, cache, seen)
         return self.norm(hidden, residual)

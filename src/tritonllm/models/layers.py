@@ -15,6 +15,7 @@ from torch import nn
 from tritonllm.config import ModelConfig, RopeConfig
 from tritonllm.kernels.activation import silu_and_mul
 from tritonllm.kernels.fused_decode_attention import fused_decode_attention
+from tritonllm.kernels.hopper_linear import hopper_linear, hopper_linear_parts
 from tritonllm.kernels.norm import add_rms_norm, rms_norm
 from tritonllm.kernels.rope_store import rope_store_kv
 from tritonllm.kernels.sampling import pick_tokens
@@ -49,7 +50,6 @@ __all__ = [
     "RowLinear",
     "TPGroup",
     "VocabEmbedding",
-    "fused_rows",
 ]
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -57,14 +57,6 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 KVCache = Sequence[LayerCache]
 """One entry a layer."""
-
-
-def fused_rows(hidden_size: int) -> int:
-    """Rows of the largest decode batch that the fused kernels serve faster than separate ones around cuBLAS.
-
-    From `python -m tritonllm.bench.linears` on one H200: with long rows of weights the crossing comes early.
-    """
-    return MAX_ROWS if hidden_size <= 2048 else 4
 
 
 class RMSNorm(nn.Module):
@@ -76,7 +68,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm of x `[T, size]`; with a residual, x is added to it in place first and the sum is normed."""
+        """Norm of x `[T, size]`; with a residual, x is added to it in place first and the sum is normed.
+
+        Then x may also be parts of that sum, float32 `[S, T, size]`.
+        """
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
@@ -137,10 +132,26 @@ class Attention(nn.Module):
         self, stream: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
     ) -> torch.Tensor:
         """`stream + self(norm(stream))` in three kernels, for decode batches of few rows on one rank."""
-        k_cache, v_cache = cache
         qkv, o = self.qkv_proj, self.o_proj
-        attended = fused_decode_attention(
-            skinny_linear(stream, qkv.weight, bias=qkv.bias, norm_weight=norm.weight, eps=norm.eps),
+        heads = skinny_linear(stream, qkv.weight, bias=qkv.bias, norm_weight=norm.weight, eps=norm.eps)
+        attended = self._attend_fused(heads, positions, cache, attn)
+        return skinny_linear(attended, o.weight, bias=o.bias, residual=stream)
+
+    def parts_step(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
+    ) -> torch.Tensor:
+        """`self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank."""
+        qkv, o = self.qkv_proj, self.o_proj
+        attended = self._attend_fused(hopper_linear(hidden, qkv.weight, bias=qkv.bias), positions, cache, attn)
+        return hopper_linear_parts(attended, o.weight, bias=o.bias)
+
+    def _attend_fused(
+        self, qkv: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
+    ) -> torch.Tensor:
+        """Everything between the two projections in one kernel, `[T, heads * head_dim]`."""
+        k_cache, v_cache = cache
+        return fused_decode_attention(
+            qkv,
             self.rotary.cos_sin,
             positions,
             k_cache,
@@ -156,8 +167,7 @@ class Attention(nn.Module):
             eps=self.eps,
             # What it reads early was written before the embedding, which is launched without overlap.
             early_reads=True,
-        )
-        return skinny_linear(attended.flatten(1), o.weight, bias=o.bias, residual=stream)
+        ).flatten(1)
 
 
 class GatedMLP(nn.Module):
@@ -178,6 +188,12 @@ class GatedMLP(nn.Module):
             stream, gate_up.weight, bias=gate_up.bias, norm_weight=norm.weight, eps=norm.eps, gated=True
         )
         return skinny_linear(activated, down.weight, bias=down.bias, residual=stream)
+
+    def parts_step(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`self(hidden)` in two kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
+        return hopper_linear_parts(activated, down.weight, bias=down.bias)
 
 
 class VocabEmbedding(VocabMatrix):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `kernels.norm.add_rms_norm`."""
-    residual += x
+    residual += reduce(torch.add, x).to(residual.dtype) if x.dim() == 3 else x
     return rms_norm(residual, weight, eps)
 
 

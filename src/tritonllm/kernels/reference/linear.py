@@ -1,4 +1,4 @@
-"""Reference of the skinny linear layer: the separate ops that it fuses, one after the other."""
+"""References of the linear layers: the separate ops that they fuse, one after the other."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def skinny_linear(
     if residual is not None:
         y = y + residual
     return y if out is None else out.copy_(y)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See `kernels.hopper_linear.hopper_linear_parts`; all in one part."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())[None]

@@ -1,0 +1,140 @@
+"""The kernel of `hopper_linear`: tiles of x and of the weight come by TMA, wgmma multiplies them.
+
+Written in Gluon, which is part of Triton and lays out memory and barriers by hand: what it is for, loading the weight
+while the kernel that computes x still runs, cannot be said in plain Triton. It has no interpreter, so this form is
+compared with the reference on a GPU only.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
+
+# The copy was renamed after Triton 3.6.
+_load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _load_weight(weight_desc, weight_smem, ready, step, first_row, first_column, up_row,
+                 BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, BYTES: gl.constexpr):  # fmt: skip
+    """Announce all that comes with a step, and start on its part of the weight."""
+    stage = step % STAGES
+    column = first_column + step * BLOCK_K
+    mbarrier.expect(ready.index(stage), BYTES)
+    if GATED:
+        _load_async(weight_desc, [first_row, column], ready.index(stage), weight_smem.index(2 * stage))
+        _load_async(weight_desc, [up_row, column], ready.index(stage), weight_smem.index(2 * stage + 1))
+    else:
+        _load_async(weight_desc, [first_row, column], ready.index(stage), weight_smem.index(stage))
+
+
+@gluon.jit
+def _load_x(x_desc, x_smem, ready, step, first_token, first_column, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    stage = step % STAGES
+    _load_async(x_desc, [first_token, first_column + step * BLOCK_K], ready.index(stage), x_smem.index(stage))
+
+
+@gluon.jit
+def _bias_of(bias_ptr, row, split, N: gl.constexpr):
+    """Biases of a tile's rows, [1, rows]; of several parts only the first has them."""
+    return gl.expand_dims(gl.load(bias_ptr + row, mask=(row < N) & (split == 0), other=0.0).to(gl.float32), 0)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _hopper_linear_kernel(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    out_part_stride,
+    out_stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    GATED: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL:
+        launch_dependents()
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BYTES: gl.constexpr = (BLOCK_M + HALVES * BLOCK_N) * BLOCK_K * 2
+    STEPS: gl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of each split; behind K all is zero
+    FIRST: gl.constexpr = min(STEPS, STAGES)
+    PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    DTYPE: gl.constexpr = weight_desc.dtype
+    first_row = gl.program_id(0) * BLOCK_N
+    first_token = gl.program_id(1) * BLOCK_M
+    split = gl.program_id(2)
+    first_column = split * (STEPS * BLOCK_K)
+
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    weight_smem = gl.allocate_shared_memory(DTYPE, [HALVES * STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    for i in gl.static_range(FIRST):
+        _load_weight(
+            weight_desc, weight_smem, ready, i, first_row, first_column, N + first_row, BLOCK_K, STAGES, GATED, BYTES
+        )  # fmt: skip
+    if PDL:
+        wait_for_previous()
+    for i in gl.static_range(FIRST):
+        _load_x(x_desc, x_smem, ready, i, first_token, first_column, BLOCK_K, STAGES)
+
+    acc = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PRODUCTS)
+    up = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PRODUCTS)  # of a gated layer, where acc is the gate
+    for step in range(STEPS):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        x = x_smem.index(stage)
+        if GATED:
+            acc = warpgroup_mma(x, weight_smem.index(2 * stage).permute((1, 0)), acc, is_async=True)
+            up = warpgroup_mma(x, weight_smem.index(2 * stage + 1).permute((1, 0)), up, is_async=True)
+            acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+        else:
+            acc = warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        # The step before is done with its stage.
+        if STEPS > STAGES:
+            refill = step - 1 + STAGES
+            if (step > 0) & (refill < STEPS):
+                _load_weight(
+                    weight_desc, weight_smem, ready, refill, first_row, first_column, N + first_row,
+                    BLOCK_K, STAGES, GATED, BYTES,
+                )  # fmt: skip
+                _load_x(x_desc, x_smem, ready, refill, first_token, first_column, BLOCK_K, STAGES)
+    if GATED:
+        acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+    row = first_row + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PRODUCTS))
+    token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PRODUCTS))
+    mask = gl.expand_dims(token < num_tokens, 1) & gl.expand_dims(row < N, 0)
+    offsets = gl.expand_dims(token.to(gl.int64) * out_stride, 1) + gl.expand_dims(row, 0)
+    out_ptr += split.to(gl.int64) * out_part_stride
+    if bias_ptr is not None:
+        acc += _bias_of(bias_ptr, row, split, N)
+        if GATED:
+            up += _bias_of(bias_ptr + N, row, split, N)
+    if GATED:
+        gate = acc.to(DTYPE).to(gl.float32)
+        silu = (gate / (1.0 + gl.exp(-gate))).to(DTYPE).to(gl.float32)
+        acc = silu * up.to(DTYPE).to(gl.float32)
+    gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
