@@ -19,6 +19,7 @@ from tritonllm.kernels.norm import add_rms_norm, rms_norm
 from tritonllm.kernels.rope_store import rope_store_kv
 from tritonllm.kernels.sampling import pick_tokens
 from tritonllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from tritonllm.kernels.tuning import fused_rows_on
 from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata
 from tritonllm.models.linear import (
     ColumnLinear,
@@ -58,12 +59,16 @@ KVCache = Sequence[LayerCache]
 """One entry a layer."""
 
 
-def fused_rows(hidden_size: int) -> int:
+def fused_rows(hidden_size: int, device: torch.device | None = None) -> int:
     """Rows of the largest decode batch that the fused kernels serve faster than separate ones around cuBLAS.
 
-    From `python -m tritonllm.bench.linears` on one H200: with long rows of weights the crossing comes early.
+    The tuning table of the device that holds the parameters says so; None is the one on which the engine builds a
+    model: the current CUDA device if CUDA is in use, else the CPU.
     """
-    return MAX_ROWS if hidden_size <= 2048 else 4
+    if device is None:
+        in_use = torch.cuda.is_initialized()
+        device = torch.device("cuda", torch.cuda.current_device()) if in_use else torch.device("cpu")
+    return fused_rows_on(device, hidden_size)
 
 
 class RMSNorm(nn.Module):
