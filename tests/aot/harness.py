@@ -107,13 +107,17 @@ class Compiled:
     spills: int
 
 
+def launches_on(case: Case, target: Target) -> list[Launch]:
+    """The launches of a case as the users of a GPU family get them."""
+    device = {"shared_memory": target.shared_limit} if case.sized else {}
+    table = {"tuning": target.tuning} if case.tuned else {}
+    return case.build(**device, **table)
+
+
 def compile_case(case_key: str, target_name: str) -> list[Compiled]:
     """Compile every launch of a case; runs in a worker process, so it takes and returns plain values."""
     case, target = all_cases()[case_key], TARGETS[target_name]
-    device = {"shared_memory": target.shared_limit} if case.sized else {}
-    table = {"tuning": target.tuning} if case.tuned else {}
-    launches = case.build(**device, **table)
-    return [_compile(launch, target) for launch in launches]
+    return [_compile(launch, target) for launch in launches_on(case, target)]
 
 
 def _compile(launch: Launch, target: Target) -> Compiled:

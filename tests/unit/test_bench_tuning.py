@@ -44,6 +44,10 @@ class TestForms:
     def test_only_more_than_two_percent_is_kept(self, best: float, kept: bool) -> None:
         assert table([times(best=best)]).linears == ({times().key: FASTER} if kept else {})
 
+    def test_the_rules_choice_never_beats_itself(self) -> None:
+        """It is timed twice where it is the fastest."""
+        assert table([replace(times(best=5), best=RULES)]).linears == {}
+
     def test_each_bucket_is_an_entry_of_its_own(self) -> None:
         found = [times(tokens=tokens, best=9 if tokens in (2, 8) else 10) for tokens in TOKEN_BUCKETS]
         assert [key.tokens for key in table(found).linears] == [2, 8]

@@ -44,7 +44,7 @@ class Form:
         """Whether a program's tiles, with block_m columns of tokens, fit into that many bytes of shared memory."""
         step = self.block_k * self.split * itemsize
         if self.kind == "one_shot":
-            return step * 16 < shared_memory  # all of x goes through it, and with it the sums of the parts
+            return step * 16 < shared_memory  # all of x, counted as 16 tokens whatever block_m is
         if self.kind == "looped":
             return self.num_stages * step * (self.block_n * (2 if gated else 1) + block_m) <= shared_memory
         return True

@@ -64,7 +64,7 @@ def choose_form(
             lambda: (
                 f"the tuning table has {tuned} for {tokens} tokens, {columns} columns and {rows} rows (gated={gated}, "
                 f"normed={normed}), which does not fit the {shared_memory} bytes of shared memory here: "
-                "tune on this GPU (python -m tritonllm.bench.linears --tune --write FILE)"
+                "tune on this GPU, without TRITONLLM_TUNING (python -m tritonllm.bench.linears --tune --write FILE)"
             ),
         )
         return tuned
