@@ -17,6 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.tuning import shipped_tuning
+from tritonllm.kernels.tuning_table import Tuning
 
 CASES_FOLDER = Path(__file__).parent / "cases"
 
@@ -29,6 +31,7 @@ class Case:
         name: unique within its file, for example "qwen3-0.6b".
         build: makes the launches from meta tensors.
         sized: `build` takes `shared_memory`, the bytes that the target offers, and picks its tiles by it.
+        tuned: `build` takes `tuning`, the table that the target's users run by.
         dot: the kernels must use tensor cores.
         only: the targets that the kernels exist for; empty for all.
         may_spill: registers may spill; only for shapes that ship with that on purpose (head_dim above 128).
@@ -39,6 +42,7 @@ class Case:
     dot: bool = False
     may_spill: bool = False
     sized: bool = False
+    tuned: bool = False
     only: tuple[str, ...] = ()
 
 
@@ -50,6 +54,12 @@ class Target:
     gpu: GPUTarget
     shared_limit: int
     tensor_core: str
+
+    @property
+    def tuning(self) -> Tuning:
+        """The table shipped for this family; `UNTUNED` if there is none."""
+        number = self.gpu.arch if self.gpu.backend == "cuda" else 0
+        return shipped_tuning(divmod(number, 10))
 
 
 def _nvidia(capability: int, shared_limit: int, tensor_core: str) -> Target:
@@ -97,11 +107,17 @@ class Compiled:
     spills: int
 
 
+def launches_on(case: Case, target: Target) -> list[Launch]:
+    """The launches of a case as the users of a GPU family get them."""
+    device = {"shared_memory": target.shared_limit} if case.sized else {}
+    table = {"tuning": target.tuning} if case.tuned else {}
+    return case.build(**device, **table)
+
+
 def compile_case(case_key: str, target_name: str) -> list[Compiled]:
     """Compile every launch of a case; runs in a worker process, so it takes and returns plain values."""
     case, target = all_cases()[case_key], TARGETS[target_name]
-    launches = case.build(shared_memory=target.shared_limit) if case.sized else case.build()
-    return [_compile(launch, target) for launch in launches]
+    return [_compile(launch, target) for launch in launches_on(case, target)]
 
 
 def _compile(launch: Launch, target: Target) -> Compiled:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import pytest
 import triton
-from harness import TARGETS, Compiled, all_cases
+from harness import TARGETS, Compiled, all_cases, launches_on
 
 import tritonllm.kernels
 
@@ -62,6 +62,15 @@ def test_every_kernel_has_a_case() -> None:
         for launch in case.build()
     }
     assert _jitted_kernels() - reached == set(), "add a case in tests/aot/cases for these kernels"
+
+
+def test_a_family_is_compiled_for_by_the_table_that_ships_for_it() -> None:
+    """Qwen3-0.6B's gate and up of one token: two warps in Hopper's table, four by the rules."""
+    case = all_cases()["skinny_linear-qwen3-0.6b-1"]
+    warps = {name: launches_on(case, target)[2].options["num_warps"] for name, target in TARGETS.items()}
+    assert warps == {name: 2 if name == "sm_90" else 4 for name in TARGETS}
+    skinny = [case for key, case in all_cases().items() if key.startswith("skinny_linear-")]
+    assert all(case.sized and case.tuned for case in skinny)
 
 
 def test_arguments_are_in_the_order_of_the_kernel() -> None:

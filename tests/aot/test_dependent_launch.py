@@ -16,7 +16,8 @@ _WEIGHT_LOAD = r"ld\.global\S*evict_first\S*"
 
 
 def _launches(target: str, tokens: int) -> list[Launch]:
-    return _skinny.linears(_skinny.MODELS["qwen3-0.6b"], tokens, TARGETS[target].shared_limit, pdl=True)
+    tuning, shared_memory = TARGETS[target].tuning, TARGETS[target].shared_limit
+    return _skinny.linears(_skinny.MODELS["qwen3-0.6b"], tokens, shared_memory, pdl=True, tuning=tuning)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -64,7 +64,7 @@ def test_add_rms_norm_matches_reference(data, seed, tokens, columns, padding, de
     torch.testing.assert_close(out, expected, **tolerance("add_rms_norm", dtype))
 
 
-@given(data=st.data(), seed=SEEDS, parts=st.integers(1, 8), tokens=TOKENS, columns=COLUMNS)
+@given(data=st.data(), seed=SEEDS, parts=st.integers(1, 8), tokens=st.integers(1, 9), columns=COLUMNS)
 def test_parts_are_added_in_order_and_rounded_once(data, seed, parts, tokens, columns, device, dtypes):
     """The bits of the separate ops, which tells an order of sums from another."""
     dtype = data.draw(st.sampled_from(dtypes))

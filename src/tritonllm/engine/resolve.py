@@ -25,6 +25,7 @@ from tritonllm.config.hf import read_architectures
 from tritonllm.errors import ConfigError, UnsupportedModelError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
+from tritonllm.kernels.tuning import named_tuning
 from tritonllm.models.protocol import CausalLM
 from tritonllm.models.tensor_parallel import TPGroup
 from tritonllm.registry import (
@@ -64,8 +65,10 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     Raises:
         CheckpointError: there is no such checkpoint.
         UnknownModelError: no family serves it.
-        ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed.
+        ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed; or
+            `TRITONLLM_TUNING` names a file that is no tuning table.
     """
+    named_tuning()  # a wrong one is refused now, not in the first step
     checkpoint, tokenizer = None, None
     if config.load_format == "dummy":
         hf_config = _shipped_shape(config.model_name_or_path)

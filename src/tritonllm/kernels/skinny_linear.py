@@ -25,8 +25,11 @@ from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of,
 from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.reference import linear
 from tritonllm.kernels.skinny_dot import _looped_kernel, _one_shot_kernel
+from tritonllm.kernels.skinny_form import Form
 from tritonllm.kernels.skinny_gemv import _gemv_kernel
-from tritonllm.kernels.skinny_table import Form, choose_form, statistics_columns, token_block
+from tritonllm.kernels.skinny_table import choose_form, statistics_columns, token_block
+from tritonllm.kernels.tuning import tuning_of
+from tritonllm.kernels.tuning_table import Tuning
 
 MAX_ROWS = 16
 """Most tokens that `skinny_linear` takes."""
@@ -95,19 +98,29 @@ def plan_skinny_linear(
     gated: bool = False,
     pdl: bool | None = None,
     shared_memory: int | None = None,
+    tuning: Tuning | None = None,
     form: Form | None = None,
 ) -> Launch:
     """Plan of `skinny_linear` into out [M, N].
 
-    `pdl` (programmatic dependent launch) and `shared_memory` (bytes) default to what x's device offers, `form` to
-    what `skinny_table` says.
+    `pdl` (programmatic dependent launch), `shared_memory` (bytes) and `tuning` default to those of x's device, `form`
+    to what `skinny_table` says by them.
     """
     _check_shapes(x, weight, out, bias, norm_weight, residual, gated)
     tokens, columns = x.shape
     pdl = supports_pdl(x.device) if pdl is None else pdl
     limit = shared_memory_limit(x.device) if shared_memory is None else shared_memory
     if form is None:
-        form = choose_form(tokens, columns, weight.shape[0], x.element_size(), gated, norm_weight is not None, limit)
+        form = choose_form(
+            tuning_of(x.device) if tuning is None else tuning,
+            tokens,
+            columns,
+            weight.shape[0],
+            x.element_size(),
+            gated,
+            norm_weight is not None,
+            limit,
+        )
     args: dict[str, Any] = {
         "x_ptr": x,
         "weight_ptr": weight,
@@ -179,7 +192,8 @@ def skinny_linear(
         `out`, or a new contiguous tensor [M, N] in the dtype of x.
 
     Raises:
-        KernelError: shapes, dtypes or strides do not fit.
+        KernelError: shapes, dtypes or strides do not fit, or the form that the tuning table has does not run here.
+        ConfigError: `TRITONLLM_TUNING` names a file that is no tuning table.
     """
     if not runs_kernel(x):
         return linear.skinny_linear(

@@ -1,75 +1,23 @@
-"""Which form of `skinny_linear` runs at which shape: a table of measured shapes, and rules for all others.
+"""Which form of `skinny_linear` runs at which shape: what the GPU's tuning table says, and rules for all the rest.
 
-The entries of the table are the best of their shape on one H200, with bfloat16 weights read from device memory and
-nothing fused. The rules extend them to what compiles without spilling registers on every GPU family; `python -m
-tritonllm.bench.linears --tune` measures them.
+The rules extend what was measured on one H200 to what compiles without spilling registers on every GPU family.
+`python -m tritonllm.bench.linears --tune --write FILE` measures other forms against them and makes a table of winners.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
-_LANE_LOAD = 8  # 16-bit elements that a thread loads at once
-_WARP_LOAD = 32 * _LANE_LOAD
+from tritonllm.kernels.launch import check
+from tritonllm.kernels.skinny_form import Form, gemv
+from tritonllm.kernels.tuning_table import Tuning
+
 _MANY_ROWS = 65536  # a vocabulary: so many programs that each should take more rows
 _ONE_SHOT_COLUMNS = 2048  # longest rows of which a program can hold 16, and all of x, in registers
 _ONE_SHOT_COLUMNS_FEW = 3072  # the same for at most 8 tokens without a norm
 _ONE_SHOT_ELEMENTS = 24 << 20  # beyond, every program rereading x costs too much
 _AMD_SHARED_MEMORY = 64 * 1024  # no NVIDIA GPU from Ampere on has so little
 _GEMV_COLUMNS = 65536  # longest row that a program of eight warps can hold
-
-
-@dataclass(frozen=True)
-class Form:
-    """A kernel and its tile.
-
-    Attributes:
-        kind: "gemv" multiplies one token on the plain cores; "one_shot" holds its rows of the weight in registers
-            and uses the tensor cores; "looped" streams the rows through shared memory.
-        block_n: output columns (rows of the weight) of a tile.
-        block_k: columns of the weight in a step; of each part if there are several.
-        num_warps: warps of a program.
-        tiles: tiles of block_n rows that a gemv program takes.
-        split: parts into which a step divides the sum, one to a warp or more; 1 uses plain matrices.
-        num_stages: steps in flight in a looped form.
-        x_rows: equal rows in which a gemv program holds x.
-    """
-
-    kind: Literal["gemv", "one_shot", "looped"]
-    block_n: int
-    block_k: int
-    num_warps: int
-    tiles: int = 1
-    split: int = 1
-    num_stages: int = 1
-
-    @property
-    def x_rows(self) -> int:
-        return self.block_n if self.block_k < self.num_warps * _WARP_LOAD else 1
-
-
-def gemv(block_k: int, rows: int, num_warps: int) -> Form:
-    """The one-token form with `rows` rows a program.
-
-    With block_k = 256 a warp loads one row at once and owns it, so that no sum leaves a warp; with 256 columns a warp
-    all warps share each row.
-    """
-    block_n = max(1, min(rows, num_warps * _WARP_LOAD // block_k)) if block_k < num_warps * _WARP_LOAD else rows
-    return Form("gemv", block_n, block_k, num_warps, tiles=rows // block_n)
-
-
-# (weight columns K, weight rows) to the form for one token; a gated weight counts gate and up rows.
-_GEMV_TABLE = {
-    (1024, 4096): gemv(256, 4, 2),
-    (2048, 1024): gemv(256, 4, 2),
-    (1024, 6144): gemv(256, 4, 2),
-    (3072, 1024): gemv(256, 4, 4),
-    (1024, 151936): gemv(256, 8, 4),
-    (4096, 6144): gemv(256, 4, 4),
-    (12288, 4096): gemv(4096, 1, 8),
-}
 
 
 def token_block(tokens: int, shared_memory: int) -> int:
@@ -85,27 +33,50 @@ def statistics_columns(block_m: int, num_warps: int, shared_memory: int) -> int:
 
 @cache
 def choose_form(
-    tokens: int, columns: int, rows: int, itemsize: int, gated: bool, normed: bool, shared_memory: int
+    tuning: Tuning,
+    tokens: int,
+    columns: int,
+    rows: int,
+    itemsize: int,
+    gated: bool,
+    normed: bool,
+    shared_memory: int,
 ) -> Form:
     """The form for x [tokens, columns] and a weight of `rows` rows.
 
     Args:
+        tuning: the table of the GPU, measured with 16-bit weights and asked for these only; `UNTUNED` for the rules.
         tokens: 1 to 16.
         columns, rows: shape of the weight; a gated weight counts gate and up rows.
         itemsize: bytes of an element.
         gated, normed: what is fused.
         shared_memory: bytes that a program may use.
+
+    Raises:
+        KernelError: the table has a form that this GPU cannot run.
     """
+    block_m = token_block(tokens, shared_memory)
+    tuned = tuning.form(tokens, columns, rows, gated, normed) if itemsize == 2 else None
+    if tuned is not None:
+        check(
+            tuned.fits(block_m, gated, itemsize, shared_memory),
+            "skinny_linear",
+            lambda: (
+                f"the tuning table has {tuned} for {tokens} tokens, {columns} columns and {rows} rows (gated={gated}, "
+                f"normed={normed}), which does not fit the {shared_memory} bytes of shared memory here: "
+                "tune on this GPU, without TRITONLLM_TUNING (python -m tritonllm.bench.linears --tune --write FILE)"
+            ),
+        )
+        return tuned
     if tokens == 1 and columns <= _GEMV_COLUMNS * 2 // itemsize:
         return _gemv_form(columns, rows, itemsize, gated, normed)
     if itemsize == 4:
         # Exact products run on plain cores, whose operands fill the registers: more rows take more threads.
         return Form("looped", block_n=32, block_k=32, num_warps=4 if tokens <= 8 else 8, num_stages=2)
-    block_m = token_block(tokens, shared_memory)
     longest = _ONE_SHOT_COLUMNS_FEW if block_m == 8 and not normed else _ONE_SHOT_COLUMNS
     if columns <= longest and rows * columns <= _ONE_SHOT_ELEMENTS:
         form = _one_shot_form(columns, gated, block_m)
-        if form.block_k * form.split * 16 * itemsize < shared_memory:
+        if form.fits(block_m, gated, itemsize, shared_memory):
             return form
     return _looped_form(columns, rows, gated, normed, block_m, shared_memory)
 
@@ -114,8 +85,6 @@ def _gemv_form(columns: int, rows: int, itemsize: int, gated: bool, normed: bool
     columns *= itemsize // 2  # registers are what counts
     if columns > 1024 and normed:  # warps share rows: else each would hold all of x and of the norm's weight
         return gemv(1024, 2 if gated else 4, 4) if columns <= 4096 else gemv(4096, 1, 8)
-    if (columns, rows) in _GEMV_TABLE:
-        return _GEMV_TABLE[columns, rows]
     if columns > 4096:
         return gemv(4096, 1, 8)
     if rows >= _MANY_ROWS and columns <= 2048:

@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 
 from tritonllm.kernels.hopper_linear import serves_shape
-from tritonllm.kernels.skinny_linear import MAX_ROWS
+from tritonllm.kernels.tuning import fused_rows_on
 
 
 class DecodePath(Enum):
@@ -44,7 +44,7 @@ def decode_path(
     """
     hidden_size = in_features[0]
     if not all(serves_shape(size, dtype, device) for size in in_features):
-        return DecodePath.SKINNY if num_rows <= (MAX_ROWS if hidden_size <= 2048 else 4) else DecodePath.SEPARATE
+        return DecodePath.SKINNY if num_rows <= fused_rows_on(device, hidden_size) else DecodePath.SEPARATE
     measured = sorted(_HOPPER_PATHS)
     paths = _HOPPER_PATHS[measured[min(bisect_left(measured, hidden_size), len(measured) - 1)]]
     return next((path for most, path in paths if num_rows <= most), DecodePath.SEPARATE)

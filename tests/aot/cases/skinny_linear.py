@@ -10,6 +10,7 @@ from harness import Case, meta
 
 from tritonllm.kernels.launch import Launch
 from tritonllm.kernels.skinny_linear import plan_skinny_linear
+from tritonllm.kernels.tuning_table import UNTUNED, Tuning
 
 _EPS = 1e-6
 
@@ -41,6 +42,7 @@ def linears(
     shared_memory: int = 64 * 1024,
     pdl: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    tuning: Tuning = UNTUNED,
 ) -> list[Launch]:
     """norm + qkv, o + residual, norm + gate and up, down + residual, LM head."""
 
@@ -60,6 +62,7 @@ def linears(
             gated=gated,
             pdl=pdl,
             shared_memory=shared_memory,
+            tuning=tuning,
         )
 
     return [
@@ -73,7 +76,7 @@ def linears(
 
 def _case(model: str, tokens: int) -> Case:
     build = partial(linears, MODELS[model], tokens)
-    return Case(f"{model}-{tokens}", build, dot=tokens > 1, sized=True)
+    return Case(f"{model}-{tokens}", build, dot=tokens > 1, sized=True, tuned=True)
 
 
 CASES = [
@@ -83,6 +86,6 @@ CASES = [
     _case("llama-3.2-1b", 8),
     _case("qwen3-8b", 16),
     _case("smollm2-135m", 16),
-    Case("fp32-1", partial(linears, MODELS["smollm2-135m"], 1, dtype=torch.float32), sized=True),
-    Case("fp32-16", partial(linears, MODELS["smollm2-135m"], 16, dtype=torch.float32), sized=True),
+    Case("fp32-1", partial(linears, MODELS["smollm2-135m"], 1, dtype=torch.float32), sized=True, tuned=True),
+    Case("fp32-16", partial(linears, MODELS["smollm2-135m"], 16, dtype=torch.float32), sized=True, tuned=True),
 ]
