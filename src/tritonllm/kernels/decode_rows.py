@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
 from tritonllm.kernels.kv_store import check_per_token
-from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.reference import elementwise
 from tritonllm.kernels.row_layout import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
 
@@ -83,7 +84,9 @@ def _advance_rows_kernel(
     TOKEN: tl.constexpr,
     CONTEXT_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = row < num_rows
     row_ptrs = rows_ptr + row.to(tl.int64) * row_stride
@@ -162,8 +165,8 @@ def plan_advance_rows(rows: torch.Tensor, tokens: torch.Tensor, sampled: torch.T
             "num_rows": num_rows,
             "row_stride": rows.stride(0),
         },
-        constexprs={"TOKEN": TOKEN, "CONTEXT_LEN": CONTEXT_LEN, "BLOCK": _BLOCK},
-        options={"num_warps": 1},
+        constexprs={"TOKEN": TOKEN, "CONTEXT_LEN": CONTEXT_LEN, "BLOCK": _BLOCK, "PDL": supports_pdl(rows.device)},
+        options={"num_warps": 1, **pdl_options(rows.device)},
     )
 
 

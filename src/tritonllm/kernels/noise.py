@@ -57,10 +57,10 @@ def _gumbel(word, HARDWARE_LOG: tl.constexpr):
     # multiply-adds are spelled out so that the compiler's choice of fusing cannot make two kernels differ.
     v = (word.to(tl.float32) + 0.5) * _TWO_TO_MINUS_32
     rest = ((~word).to(tl.float32) + 0.5) * _TWO_TO_MINUS_32  # 1 - v
-    series = tl.fma(v, tl.full(v.shape, 0.2, tl.float32), tl.full(v.shape, 0.25, tl.float32))
-    series = tl.fma(v, series, tl.full(v.shape, 1.0 / 3.0, tl.float32))
-    series = tl.fma(v, series, tl.full(v.shape, 0.5, tl.float32))
-    series = v * tl.fma(v, series, tl.full(v.shape, 1.0, tl.float32))
+    series = tl.fma(v, 0.2, 0.25)
+    series = tl.fma(v, series, 1.0 / 3.0)
+    series = tl.fma(v, series, 0.5)
+    series = v * tl.fma(v, series, 1.0)
     return -_log(tl.where(v < 0.03125, series, -_log(rest, HARDWARE_LOG)), HARDWARE_LOG)
 
 

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
 from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tiling
-from tritonllm.kernels.launch import Launch, check, runs_kernel
+from tritonllm.kernels.launch import Launch, check, runs_kernel, supports_pdl
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log, perturb
 from tritonllm.kernels.reference import sampling as reference
 
@@ -42,8 +43,10 @@ def _pick_kernel(
     vocab_size,
     TILE: tl.constexpr,
     HARDWARE_LOG: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Best score of a tile and the lowest id that has it; id -1 if the tile holds NaN."""
+    start_after_previous(PDL)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row * temperatures_stride)
     token = tile * TILE + tl.arange(0, TILE)  # [TILE]
@@ -69,8 +72,9 @@ def _pick_kernel(
 
 
 @triton.jit
-def _merge_kernel(best_ptr, token_ptr, out_ptr, tiles, TILES: tl.constexpr):
+def _merge_kernel(best_ptr, token_ptr, out_ptr, tiles, TILES: tl.constexpr, PDL: tl.constexpr):
     """The best of a row's tiles: the lowest id at the highest score, or -1 if a tile says so."""
+    start_after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, TILES)
     best = tl.load(best_ptr + row * tiles + lane, mask=lane < tiles, other=float("-inf"))  # [TILES]
@@ -132,15 +136,16 @@ def plan_pick_tokens(
         constexprs={
             "TILE": tile,
             "HARDWARE_LOG": has_hardware_log(logits.device) if hardware_log is None else hardware_log,
+            "PDL": supports_pdl(logits.device),
         },
-        options={"num_warps": 8},
+        options={"num_warps": 8, **pdl_options(logits.device)},
     )
     merge = Launch(
         kernel=_merge_kernel,
         grid=(batch,),
         args={"best_ptr": best, "token_ptr": token, "out_ptr": out, "tiles": tiles},
-        constexprs={"TILES": lanes},
-        options={"num_warps": 1},
+        constexprs={"TILES": lanes, "PDL": supports_pdl(logits.device)},
+        options={"num_warps": 1, **pdl_options(logits.device)},
     )
     return [pick, merge]
 
