@@ -23,6 +23,7 @@ from tritonllm.engine.upload import upload
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace, distinct_batches
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN, advance_rows, load_rows
+from tritonllm.kernels.launch import compiling_ahead
 from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.kernels.sampling import pick_tokens, sample_tokens
 from tritonllm.models.attention_metadata import DecodeMetadata
@@ -92,6 +93,7 @@ class ModelRunner:
     def _size_by_measuring(self) -> None:
         with torch.inference_mode(), torch.cuda.device(self.device):
             self.pool = self._new_pool(2)
+            self._compile_ahead()
             activations = self.warmup_model()
             before = torch.cuda.mem_get_info()[0]
             if not self.config.enforce_eager:
@@ -104,9 +106,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
             self.allocate_kv_cache(activations, graphs)
             if self.config.enforce_eager:
-                for size in self.graphs.buckets:
-                    self._decode(size, True)
-                    self._decode(size, False)
+                self._decode_every_size()
             else:
                 self.capture_cudagraph()
 
@@ -116,18 +116,36 @@ class ModelRunner:
         self.num_blocks = self.config.max_cached_blocks or blocks_on_cpu(wanted, block_bytes)
         self.pool = self._new_pool(self.num_blocks)
 
+    def _compile_ahead(self) -> None:
+        """Compile side by side what the rest of the start would compile one by one."""
+        # This one runs: ids that nobody wrote could not be looked up.
+        load_rows(self.rows, 1, self.block_size, self.resolved.config.vocab_size)
+        with compiling_ahead():
+            self._decode_every_size()
+            self._prefill_every_kernel()
+
+    def _decode_every_size(self) -> None:
+        for size in self.graphs.buckets:
+            for plain in (False, True):
+                self._decode(size, plain)
+
     def warmup_model(self) -> int:
         """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
 
         `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing. Before it
         run prompts of one token, as many at once as make every difference to a kernel.
         """
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._prefill_every_kernel()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _prefill_every_kernel(self) -> None:
         length = min(self.config.max_model_length or 1, self.config.max_num_batched_tokens)
         budget = min(self.config.warm_up_tokens, self.config.max_num_batched_tokens)
         count = min(max(1, self.config.warm_up_tokens // length), max(1, budget // length), self.max_num_rows)
         table = [0] * (-(-length // self.block_size))
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         sizes = [(1, 1, tile_rows) for tile_rows in self.tiling.all_rows]
         most = min(self.max_num_rows, self.config.max_num_batched_tokens)  # prompts that can end in one step
         batches = distinct_batches(most, self.num_kv_heads, self.workspace.num_sms)
@@ -139,8 +157,6 @@ class ModelRunner:
                 inputs = prefill_inputs([chunk] * chunk_count, self.block_size, tile_rows, self.device)
                 inputs.attn.slot_mapping.fill_(-1)
                 self._prefill(inputs)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""

@@ -8,7 +8,10 @@ the tests compile is what users run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -90,6 +93,24 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 """Triton's compiled kernels by what decides about them. It keeps them as well, under keys that take longer to make."""
 
 
+_ahead: ContextVar[bool] = ContextVar("ahead", default=False)
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside, a kernel that was not launched before is compiled by some thread, and its launch does nothing.
+
+    So the kernels of a program are compiled side by side by going through its launches once. What they would have
+    written is not there: whatever else the program does on the way must take any values. All are compiled at the end.
+    """
+    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+        token = _ahead.set(True)
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
+
+
 def _kind(value: Any) -> Any:
     """All that Triton looks at in a run-time argument when it chooses a compiled kernel, or more."""
     if isinstance(value, torch.Tensor):
@@ -150,7 +171,11 @@ class Launch:
                 self.kernel.fn.__name__,
                 lambda: f"arguments out of order: {names}",
             )
-            _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **_OPTIONS, **self.options)
+            options = {**_OPTIONS, **self.options}
+            if _ahead.get():
+                self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **options)
+            else:
+                _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **options)
             return
         x, y, z = (*self.grid, 1, 1)[:3]
         stream = triton.runtime.driver.active.get_current_stream(device_index)
