@@ -1,102 +1,100 @@
-"""`python -m tritonllm.bench.linears --tune --write`: from made-up times to a table, and what the command refuses."""
+"""The benches `linears` and `decode_layer`: from made-up times to a tuning table, and what the commands refuse."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import triton
 
-from tritonllm.bench import linears
+from tritonllm.bench import decode_layer, linears
 from tritonllm.bench.linear_layers import Shape, candidates, layers_of
 from tritonllm.bench.target import shipped_shapes
-from tritonllm.bench.tuning import LAYER_PARTS, LinearTimes, make_table
+from tritonllm.bench.tuning import LinearTimes, best_forms, best_paths
 from tritonllm.kernels.skinny_form import Form, gemv
 from tritonllm.kernels.skinny_table import choose_form
 from tritonllm.kernels.tuning_file import as_json, read_json
-from tritonllm.kernels.tuning_table import TOKEN_BUCKETS, UNTUNED, LinearKey, Tuning
+from tritonllm.kernels.tuning_table import TOKEN_BUCKETS, UNTUNED, LinearKey, PathLimit, Tuning
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 RULES, FASTER = Form("looped", 32, 64, 4), Form("looped", 16, 64, 4, split=4)
-COLUMNS = {"qkv": 1024, "o": 2048, "gate_up": 1024, "down": 3072, "head": 1024}
 
 
-def times(part: str = "qkv", tokens: int = 1, rules: float = 10, best: float = 10, separate: float = 12, **other: Any):
-    """One layer's times; the fastest form is another than the rules' where its time is."""
-    key = LinearKey(COLUMNS[part], 4096, part == "gate_up", part in ("qkv", "gate_up"), tokens)
-    form = RULES if best == rules else FASTER
-    return replace(LinearTimes("a model", part, key, RULES, rules, form, best, separate), **other)
-
-
-def layer(tokens: int, **changes: Any) -> list[LinearTimes]:
-    return [times(part, tokens, **changes) for part in LAYER_PARTS]
-
-
-def table(found: list[LinearTimes]) -> Tuning:
-    return make_table(found, "a GPU", "2026-01-02", VERSIONS)
+def times(tokens: int = 1, rules: float = 10, best: float = 10) -> LinearTimes:
+    """The fastest form is another than the rules' where its time is."""
+    key = LinearKey(1024, 4096, False, True, tokens)
+    return LinearTimes(key, RULES, rules, RULES if best == rules else FASTER, best)
 
 
 class TestForms:
     @pytest.mark.parametrize(("best", "kept"), [(9.79, True), (9.81, False), (10, False), (11, False)])
     def test_only_more_than_two_percent_is_kept(self, best: float, kept: bool) -> None:
-        assert table([times(best=best)]).linears == ({times().key: FASTER} if kept else {})
+        assert best_forms([times(best=best)]) == ({times().key: FASTER} if kept else {})
 
     def test_the_rules_choice_never_beats_itself(self) -> None:
         """It is timed twice where it is the fastest."""
-        assert table([replace(times(best=5), best=RULES)]).linears == {}
+        assert best_forms([replace(times(best=5), best=RULES)]) == {}
 
     def test_each_bucket_is_an_entry_of_its_own(self) -> None:
         found = [times(tokens=tokens, best=9 if tokens in (2, 8) else 10) for tokens in TOKEN_BUCKETS]
-        assert [key.tokens for key in table(found).linears] == [2, 8]
+        assert [key.tokens for key in best_forms(found)] == [2, 8]
 
     def test_of_two_layers_with_one_key_the_larger_gain_decides(self) -> None:
         found = [times(best=8), replace(times(best=9), best=gemv(256, 4, 4))]
-        assert table(found).linears == table(found[::-1]).linears == {times().key: FASTER}
-
-    def test_where_it_was_measured(self) -> None:
-        made = table([])
-        assert (made.gpu, made.date, made.versions) == ("a GPU", "2026-01-02", VERSIONS)
-        assert (made.linears, made.fused_rows) == ({}, {})
+        assert best_forms(found) == best_forms(found[::-1]) == {times().key: FASTER}
 
 
-class TestFusedRows:
-    def rows(self, *found: list[LinearTimes]) -> dict[int, int]:
-        return table([each for measured in found for each in measured]).fused_rows
+class TestPaths:
+    def limits(self, times: dict[int, dict[str, float]]) -> list[tuple[int, str]]:
+        return [tuple(limit) for limit in best_paths(times)]
 
-    def test_the_largest_bucket_in_which_the_layer_is_faster(self) -> None:
-        slower = {"separate": 9}
-        assert self.rows(*(layer(tokens) for tokens in TOKEN_BUCKETS)) == {1024: 16}
-        assert self.rows(layer(1), layer(2), layer(4), layer(8, **slower), layer(16, **slower)) == {1024: 4}
-        assert self.rows(*(layer(tokens, **slower) for tokens in TOKEN_BUCKETS)) == {1024: 0}
+    def test_neighbours_with_one_path_are_one_limit(self) -> None:
+        few, many = {"skinny": 5, "hopper": 8, "separate": 9}, {"hopper": 8, "separate": 9}
+        assert self.limits({1: few, 2: few, 64: many, 128: many}) == [(2, "skinny"), (128, "hopper")]
 
-    def test_no_bucket_behind_a_slower_one_counts(self) -> None:
-        assert self.rows(layer(1), layer(2), layer(4, separate=9), layer(8), layer(16)) == {1024: 2}
+    def test_batches_may_come_in_any_order(self) -> None:
+        times = {64: {"hopper": 8, "separate": 9}, 1: {"skinny": 5, "hopper": 8, "separate": 9}}
+        assert self.limits(times) == [(1, "skinny"), (64, "hopper")]
 
-    def test_a_bucket_that_was_not_measured_ends_it(self) -> None:
-        assert self.rows(layer(1), layer(2), layer(8)) == {1024: 2}
-        assert self.rows(layer(2), layer(4)) == {}
+    def test_separate_in_between_is_a_limit_and_above_all_goes_without_saying(self) -> None:
+        fast = {"hopper": 8, "separate": 9}
+        slow = {"hopper": 9, "separate": 8}
+        assert self.limits({1: slow, 16: slow, 32: fast, 64: slow, 128: slow}) == [(16, "separate"), (32, "hopper")]
+        assert self.limits({1: slow, 2: slow}) == []
+        assert best_paths({}) == ()
 
-    def test_the_sum_of_all_four_counts_and_the_head_does_not(self) -> None:
-        mixed = [*layer(1)[:3], times("down", separate=7)]
-        assert self.rows(mixed, [times("head", separate=1)]) == {1024: 1}
-        assert self.rows([*layer(1)[:3], times("down", separate=4)]) == {1024: 0}
-        assert self.rows([*layer(1)[:3], times("down", separate=3.9)]) == {1024: 0}
-        assert self.rows([*layer(1)[:3], times("down", separate=4.1)]) == {1024: 1}
+    @pytest.mark.parametrize(("hopper", "changes"), [(9.79, True), (9.81, False), (10, False)])
+    def test_only_more_than_two_percent_changes_the_path(self, hopper: float, changes: bool) -> None:
+        times = {1: {"skinny": 5, "hopper": 6, "separate": 9}, 2: {"skinny": 10, "hopper": hopper, "separate": 11}}
+        assert self.limits(times) == ([(1, "skinny"), (2, "hopper")] if changes else [(2, "skinny")])
 
-    def test_a_layer_without_one_of_its_linears_says_nothing(self) -> None:
-        assert self.rows(layer(1)[:3], [times("head")]) == {}
+    def test_what_displaced_a_path_has_to_be_displaced_itself(self) -> None:
+        times = {
+            1: {"hopper": 8, "separate": 9},
+            2: {"hopper": 10, "separate": 9},
+            4: {"hopper": 10, "separate": 10.1},
+            8: {"hopper": 9, "separate": 10},
+        }
+        assert self.limits(times) == [(1, "hopper"), (4, "separate"), (8, "hopper")]
 
-    def test_forms_that_are_not_kept_do_not_count(self) -> None:
-        assert self.rows(layer(1, best=9.9, separate=9.95)) == {1024: 0}
-        assert self.rows(layer(1, best=9.7, separate=9.95)) == {1024: 1}
+    def test_the_smallest_batch_has_no_path_before_it(self) -> None:
+        assert self.limits({1: {"skinny": 9.99, "hopper": 10, "separate": 10}}) == [(1, "skinny")]
 
-    def test_of_two_models_of_one_size_the_lesser_decides(self) -> None:
-        other = [replace(each, model="another") for tokens in (1, 2) for each in layer(tokens)]
-        assert self.rows(other, *(layer(tokens) for tokens in TOKEN_BUCKETS)) == {1024: 2}
-        assert self.rows(*(layer(tokens) for tokens in TOKEN_BUCKETS), other) == {1024: 2}
+    def test_a_path_that_cannot_run_gives_way_to_the_fastest(self) -> None:
+        times = {16: {"skinny": 5, "separate": 9}, 17: {"hopper": 8.99, "separate": 9}}
+        assert self.limits(times) == [(16, "skinny"), (17, "hopper")]
+
+    def test_what_comes_out_may_stand_in_a_table(self) -> None:
+        times = {rows: {"skinny": 1, "hopper": 2, "separate": 3} for rows in (1, 16)}
+        times |= {rows: {"hopper": 2, "separate": 3} for rows in (32, 256)}
+        made = Tuning("a GPU", "2026-01-02", VERSIONS, {}, {1024: best_paths(times)})
+        assert read_json(as_json(made), "made").decode_paths == made.decode_paths
 
 
 class TestShapes:
@@ -108,7 +106,7 @@ class TestShapes:
             Shape("Qwen3-0.6B", "down", 3072, 1024, residual=True),
             Shape("Qwen3-0.6B", "head", 1024, 151936),
         ]
-        assert [shape.part for shape in layers_of("Llama-3.2-1B")] == [*LAYER_PARTS, "head"]
+        assert [shape.part for shape in layers_of("Llama-3.2-1B")] == ["qkv", "o", "gate_up", "down", "head"]
 
     @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 227 * 1024])
     def test_whatever_wins_may_stand_in_a_table_and_runs(self, shared_memory: int) -> None:
@@ -128,12 +126,70 @@ class TestShapes:
                     )
 
 
-class TestCommand:
-    @pytest.fixture(autouse=True)
-    def _a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+@pytest.fixture
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    """A table that somebody measured before."""
+    file = tmp_path / "mine.json"
+    linears = {LinearKey(576, 960, False, False, 1): gemv(256, 4, 4)}
+    decode_paths = {512: (PathLimit(4, "skinny"),), 1024: (PathLimit(8, "skinny"),)}
+    file.write_text(as_json(Tuning("a GPU", "2026-01-02", VERSIONS, linears, decode_paths)))
+    return file
+
+
+def refusal(bench: ModuleType, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as left:
+        bench.main(arguments)
+    assert left.value.code == 2
+    return capsys.readouterr().err.partition("error: ")[2]
+
+
+WRITING = [pytest.param(linears, ["--tune"], id="linears"), pytest.param(decode_layer, [], id="decode_layer")]
+
+
+@pytest.mark.usefixtures("_a_gpu")
+@pytest.mark.parametrize(("bench", "options"), WRITING)
+class TestFile:
+    """What both benches do about the file of --write before anything is measured."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_measured(self, monkeypatch: pytest.MonkeyPatch, bench: ModuleType) -> None:
+        monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("measured"))
+
+    @pytest.mark.parametrize("path", ["no/such/folder/x", "."])
+    def test_a_place_that_cannot_be_written(self, bench, options, path: str, capsys) -> None:
+        assert refusal(bench, [*options, "--write", path], capsys).startswith(
+            f"--write {path!r} is no file in a folder"
+        )
+
+    @pytest.mark.parametrize(("text", "reason"), [("{", "is not JSON"), ("{}", "is wrong: it is {}")])
+    def test_a_file_that_is_no_table(self, bench, options, before: Path, text: str, reason: str, capsys) -> None:
+        before.write_text(text)
+        told = refusal(bench, [*options, "--write", str(before)], capsys)
+        assert told.startswith(f"--write {str(before)!r} is there and cannot be kept: ")
+        assert reason in told
+        assert before.read_text() == text
+
+    def test_a_table_of_another_gpu(self, bench, options, before: Path, monkeypatch, capsys) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
+        told = refusal(bench, [*options, "--write", str(before)], capsys)
+        assert "is a table of 'a GPU' and this is 'another GPU': give another file" in told
+
+    def test_no_gpu(self, bench, options, before: Path, monkeypatch, capsys) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as left:
+            bench.main([*options, "--write", str(before)])
+        assert left.value.code == 1
+        assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_a_gpu")
+class TestLinears:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -143,23 +199,18 @@ class TestCommand:
             (("--models", "Qwen9"), "--models has 'Qwen9': the shapes are Llama-3.1-70B"),
             (("--only", "nobody"), "--only 'nobody' is in no layer's name"),
             (("--write", "x"), "--write needs --tune"),
-            (("--tune", "--write", "no/such/folder/x"), "--write 'no/such/folder/x' is no file in a folder"),
-            (("--tune", "--write", "."), "--write '.' is no file"),
         ],
     )
     def test_refusals_before_anything_is_measured(self, arguments, message: str, monkeypatch, capsys) -> None:
         monkeypatch.setattr(linears, "run", lambda *_: pytest.fail("measured"))
-        with pytest.raises(SystemExit) as left:
-            linears.main(arguments)
-        assert left.value.code == 2
-        assert re.search(f"error: {re.escape(message)}", capsys.readouterr().err)
+        assert refusal(linears, arguments, capsys).startswith(message)
 
     def test_the_table_is_written(self, monkeypatch, tmp_path: Path, capsys) -> None:
         asked = []
 
         def run(shapes: list[Shape], tokens: list[int], tuning: bool) -> list[LinearTimes]:
             asked.append(([shape.name for shape in shapes], tokens, tuning))
-            return [*layer(1, best=9), *layer(2)]
+            return [times(1, best=9), times(2)]
 
         monkeypatch.setattr(linears, "run", run)
         file = tmp_path / "mine.json"
@@ -168,10 +219,17 @@ class TestCommand:
         read = read_json(file.read_text(), str(file))
         assert read.gpu == "a GPU"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", read.date)
-        assert read.versions == {"torch": torch.__version__, "triton": linears.triton.__version__}
-        assert len(read.linears) == 4
-        assert read.fused_rows == {1024: 2}
-        assert "4 forms and 1 hidden sizes are in" in capsys.readouterr().out
+        assert read.versions == {"torch": torch.__version__, "triton": triton.__version__}
+        assert (read.linears, read.decode_paths) == ({times(1).key: FASTER}, {})
+        assert f"1 forms and paths of 0 hidden sizes are in {file}" in capsys.readouterr().out
+
+    def test_paths_that_are_there_are_kept_and_forms_are_not(self, monkeypatch, before: Path) -> None:
+        paths = read_json(before.read_text(), "before").decode_paths
+        monkeypatch.setattr(linears, "run", lambda *_: [times(1, best=9)])
+        linears.main(["--tune", "--write", str(before)])
+        read = read_json(before.read_text(), "after")
+        assert (read.linears, read.decode_paths) == ({times(1).key: FASTER}, paths)
+        assert read.date != "2026-01-02"
 
     def test_tuning_times_what_is_right_and_names_the_fastest(self, monkeypatch, capsys) -> None:
         class Pretend:
@@ -189,12 +247,7 @@ class TestCommand:
             def call(self, weight: torch.Tensor, form: Form) -> None:
                 raise NotImplementedError
 
-            def separately(self, weight: torch.Tensor) -> None:
-                raise NotImplementedError
-
             def microseconds(self, call: Any) -> float:
-                if call == self.separately:
-                    return 77.0
                 form = call.keywords["form"]
                 return float(form.block_n * (2 if form.kind == "one_shot" else 1) + form.num_warps / 10)
 
@@ -202,7 +255,7 @@ class TestCommand:
         found = linears.tune(Pretend())
         assert found.rules == choose_form(UNTUNED, 8, 1024, 4096, 2, False, True, 227 * 1024)
         assert found.best == Form("looped", 32, 128, 2, split=1, num_stages=5)
-        assert (found.rules_us, found.best_us, found.separate_us) == (32.4, 32.2, 77.0)
+        assert (found.rules_us, found.best_us) == (32.4, 32.2)
         printed = capsys.readouterr().out
         assert "RuntimeError" in printed
         assert "the rules' choice stays" in printed

@@ -20,8 +20,8 @@ from tritonllm.kernels.skinny_form import Form, gemv
 from tritonllm.kernels.skinny_linear import MAX_ROWS, plan_skinny_linear
 from tritonllm.kernels.skinny_table import choose_form
 from tritonllm.kernels.tuning_file import as_json, read_json
-from tritonllm.kernels.tuning_table import TOKEN_BUCKETS, UNTUNED, UNTUNED_ROWS, LinearKey, Tuning
-from tritonllm.models.layers import fused_rows
+from tritonllm.kernels.tuning_table import PATHS, TOKEN_BUCKETS, UNTUNED, UNTUNED_PATHS, LinearKey, PathLimit, Tuning
+from tritonllm.models.decode_path import DecodePath
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = 227 * 1024
@@ -45,7 +45,7 @@ FORMER = {
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tables are read once in a process, here once in a test. A device of type cuda counts as an H200."""
-    caches = (tuning.tuning_of, tuning.shipped_tuning, tuning.named_tuning, tuning.fused_rows_on)
+    caches = (tuning.tuning_of, tuning.shipped_tuning, tuning.named_tuning)
     monkeypatch.delenv("TRITONLLM_TUNING", raising=False)
     monkeypatch.setattr(tuning, "nvidia_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     for cached in caches:
@@ -55,8 +55,18 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cached.cache_clear()
 
 
-def table(linears: dict[LinearKey, Form] | None = None, fused: dict[int, int] | None = None) -> Tuning:
-    return Tuning("a GPU", "2026-01-02", VERSIONS, linears or {}, fused or {})
+def paths(*limits: tuple[int, str]) -> tuple[PathLimit, ...]:
+    return tuple(PathLimit(*limit) for limit in limits)
+
+
+def table(
+    linears: dict[LinearKey, Form] | None = None, decode_paths: dict[int, tuple[PathLimit, ...]] | None = None
+) -> Tuning:
+    return Tuning("a GPU", "2026-01-02", VERSIONS, linears or {}, decode_paths or {})
+
+
+def named(used: Tuning, hidden_size: int, *rows: int) -> list[str]:
+    return [used.path(count, hidden_size) for count in rows]
 
 
 def choice(used: Tuning, tokens: int, columns: int = 1024, rows: int = 4096, **fused: Any) -> Form:
@@ -102,12 +112,27 @@ class TestLookUp:
         with pytest.raises(KernelError, match="does not fit the 65536 bytes"):
             choice(used, 8, 2048, 1024, shared_memory=64 * 1024)
 
-    def test_rows_of_the_fused_layer(self) -> None:
-        assert UNTUNED.largest_fused(64) == UNTUNED.largest_fused(16384) == UNTUNED_ROWS
-        used = table(fused={1024: 16, 4096: 2})
-        assert [used.largest_fused(size) for size in (64, 1024, 1025, 4096, 4097)] == [16, 16, 2, 2, 2]
-        assert table(fused={1024: 16}).largest_fused(1025) == UNTUNED_ROWS
-        assert table(fused={1024: 0}).largest_fused(64) == 0
+    def test_a_path_serves_up_to_its_rows_and_separate_all_above(self) -> None:
+        used = table(decode_paths={1024: paths((2, "skinny"), (16, "separate"), (64, "hopper"))})
+        expected = ["skinny"] * 2 + ["separate"] * 2 + ["hopper"] * 2 + ["separate"]
+        assert named(used, 1024, 1, 2, 3, 16, 17, 64, 65) == expected
+        assert named(table(decode_paths={1024: ()}), 1024, 1, 256) == ["separate"] * 2
+
+    def test_the_next_larger_size_that_was_measured_decides_and_the_largest_above_all(self) -> None:
+        used = table(decode_paths={4096: paths((2, "skinny")), 1024: paths((16, "skinny"))})
+        assert [used.path(16, size) for size in (64, 1024, 1025, 4096, 4097)] == ["skinny"] * 2 + ["separate"] * 3
+        assert [used.path(2, size) for size in (1025, 4096, 16384)] == ["skinny"] * 3
+        assert used.path(3, 16384) == "separate"
+
+    @pytest.mark.parametrize("hidden_size", [64, 1024, 16384])
+    def test_few_rows_are_skinny_where_nothing_was_measured(self, hidden_size: int) -> None:
+        assert paths((4, "skinny")) == UNTUNED_PATHS
+        assert named(UNTUNED, hidden_size, 1, 4, 5, 16, 256) == ["skinny"] * 2 + ["separate"] * 3
+        only_linears = table({LinearKey(1024, 4096, False, False, 4): LOOPED})
+        assert named(only_linears, hidden_size, 4, 5) == ["skinny", "separate"]
+
+    def test_the_names_are_those_of_the_paths(self) -> None:
+        assert tuple(path.value for path in DecodePath) == PATHS
 
 
 class TestFile:
@@ -117,12 +142,14 @@ class TestFile:
         LinearKey(1024, 151936, False, False, 1): gemv(256, 8, 4),
     }
 
+    PATHS = {4096: (), 1024: paths((2, "skinny"), (16, "separate"), (256, "hopper"))}
+
     def test_what_is_written_is_read(self) -> None:
-        written = table(self.LINEARS, {4096: 0, 1024: 16})
+        written = table(self.LINEARS, self.PATHS)
         text = as_json(written)
         read = read_json(text, "a file")
         assert (read.gpu, read.date, read.versions) == (written.gpu, written.date, written.versions)
-        assert (read.linears, read.fused_rows) == (written.linears, written.fused_rows)
+        assert (read.linears, read.decode_paths) == (written.linears, written.decode_paths)
         assert as_json(read) == text
         assert as_json(read_json(as_json(table()), "a file")) == as_json(table())
         assert set(json.loads(text)["linears"][0]) == {"columns", "rows", "gated", "normed", "tokens", "form"}
@@ -152,12 +179,29 @@ class TestFile:
             (("linears", 1, "form", "num_stages"), 2, "num_stages is 2 and must be 1"),
             (("linears", 1, "form", "split"), 1, "split is 1 and must be an integer >= 2"),
             (("linears", 1, "form", "split"), 4, "is 4 parts of 256 columns and must be all 2048 columns"),
-            (("fused_rows", 0, "rows"), 17, r"fused_rows\[0\].rows is 17 and must be an integer >= 0 and <= 16"),
-            (("fused_rows", 1, "hidden_size"), 1024, r"fused_rows\[1\].hidden_size is 1024 and must be there only"),
+            (("decode_paths",), None, "decode_paths is None and must be a list"),
+            (("decode_paths", 0), 4, r"decode_paths\[0\] is 4 and must be a JSON object"),
+            (("decode_paths", 0, "hidden_size"), 0, r"decode_paths\[0\].hidden_size is 0 and must be an integer >= 1"),
+            (("decode_paths", 1, "hidden_size"), 1024, r"decode_paths\[1\].hidden_size is 1024 and must be there only"),
+            (("decode_paths", 0, "rows"), 4, r"decode_paths\[0\] is .* and must be an object without rows"),
+            (("decode_paths", 0, "paths"), {}, r"decode_paths\[0\].paths is \{\} and must be a list"),
+            (("decode_paths", 0, "paths", 1), "hopper", r"paths\[1\] is hopper and must be a JSON object"),
+            (("decode_paths", 0, "paths", 1), {"rows": 9}, r"paths\[1\] is .* and must be an object with path"),
+            (("decode_paths", 0, "paths", 2, "path"), "fast", "is fast and must be one of skinny, hopper, separate"),
+            (("decode_paths", 0, "paths", 2, "path"), ["skinny"], "must be one of skinny, hopper, separate"),
+            (("decode_paths", 0, "paths", 0, "rows"), 0, r"paths\[0\].rows is 0 and must be an integer >= 1 and <= 16"),
+            (("decode_paths", 0, "paths", 0, "rows"), 17, r"rows is 17 and must be an integer >= 1 and <= 16"),
+            (
+                ("decode_paths", 0, "paths", 1, "rows"),
+                2,
+                r"paths\[1\].rows is 2 and must be above the 2 rows before it",
+            ),
+            (("decode_paths", 0, "paths", 2, "rows"), 16.5, r"paths\[2\].rows is 16.5 and must be an integer >= 1"),
+            (("decode_paths", 0, "paths", 2, "path"), "skinny", r"paths\[2\].rows is 256 and must be .* <= 16"),
         ],
     )
     def test_a_wrong_value_is_named_with_its_place(self, place: tuple, value: Any, message: str) -> None:
-        content = json.loads(as_json(table(self.LINEARS, {1024: 16, 4096: 4})))
+        content = json.loads(as_json(table(self.LINEARS, self.PATHS)))
         holder = content
         for step in place[:-1]:
             holder = holder[step]
@@ -165,7 +209,7 @@ class TestFile:
         with pytest.raises(ConfigError, match=rf"The tuning table here.json is wrong: .*{message}"):
             read_json(json.dumps(content), "here.json")
 
-    @pytest.mark.parametrize("name", ["gpu", "date", "versions", "linears", "fused_rows"])
+    @pytest.mark.parametrize("name", ["gpu", "date", "versions", "linears", "decode_paths"])
     def test_a_missing_key_is_named(self, name: str) -> None:
         content = json.loads(as_json(table()))
         del content[name]
@@ -200,14 +244,16 @@ class TestWhichTableDecides:
 
     def test_the_named_one_goes_first(self, monkeypatch, tmp_path) -> None:
         fresh = LinearKey(576, 960, False, True, 2)
-        mine = table({self.KEY: gemv(512, 4, 4), fresh: LOOPED}, {1024: 2})
+        mine = table({self.KEY: gemv(512, 4, 4), fresh: LOOPED}, {1024: paths((8, "skinny"))})
         self.name(monkeypatch, tmp_path, as_json(mine))
         used, shipped = tuning.tuning_of(GPU), tuning.shipped_tuning((9, 0))
         assert used.gpu == mine.gpu
         assert used.linears == shipped.linears | mine.linears
         assert choice(used, 1) == gemv(512, 4, 4) != choice(shipped, 1)
         assert choice(used, 1, 12288, 4096) == choice(shipped, 1, 12288, 4096)
-        assert [used.largest_fused(size) for size in (1024, 2048, 8192)] == [2, 16, 4]
+        assert named(used, 1024, 8, 9) == ["skinny", "separate"] != named(shipped, 1024, 8, 9)
+        for size in (2048, 8192):
+            assert named(used, size, *range(1, 300)) == named(shipped, size, *range(1, 300))
         assert tuning.tuning_of(CPU).linears == mine.linears
 
     def test_a_plan_asks_the_table_of_its_device(self, monkeypatch, tmp_path) -> None:
@@ -222,15 +268,6 @@ class TestWhichTableDecides:
         tuning.named_tuning.cache_clear()
         tuning.tuning_of.cache_clear()
         assert plan_skinny_linear(x, weight, out) == plan_skinny_linear(x, weight, out, form=form)
-
-    def test_rows_of_a_model_go_by_its_device(self, monkeypatch) -> None:
-        assert [fused_rows(size, GPU) for size in (576, 2048, 2049, 16384)] == [16, 16, 4, 4]
-        assert fused_rows(576, CPU) == fused_rows(4096, CPU) == UNTUNED_ROWS
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-        assert fused_rows(576) == UNTUNED_ROWS
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        assert fused_rows(576) == 16
 
     @pytest.mark.parametrize("text", [None, "{", "{}"])
     def test_a_wrong_one_stops_the_engine_before_anything_is_looked_up(self, text, monkeypatch, tmp_path) -> None:
@@ -276,6 +313,15 @@ class TestShipped:
         normed = FORMER[shape] if shape[0] <= 1024 else choice(UNTUNED, 1, *shape, gated=gated, normed=True)
         assert choice(shipped, 1, *shape, gated=gated, normed=True) == normed
         assert LinearKey(*shape, gated, False, 1) in shipped.linears
+
+    def test_the_paths_of_an_h200(self) -> None:
+        shipped = tuning.shipped_tuning((9, 0))
+        assert named(shipped, 576, 1, 2, 3, 256, 257) == ["skinny"] * 2 + ["hopper"] * 2 + ["separate"]
+        assert named(shipped, 1024, 2, 3, 256) == ["skinny", "hopper", "hopper"]
+        assert named(shipped, 2048, 4, 5, 16, 17, 64, 65) == ["skinny"] + ["separate"] * 2 + ["hopper"] * 2 + [
+            "separate"
+        ]
+        assert named(shipped, 4096, 2, 3) == named(shipped, 8192, 2, 3) == ["skinny", "separate"]
 
     def test_it_goes_into_the_wheel(self) -> None:
         project = Path(tritonllm.__file__).parents[2] / "pyproject.toml"

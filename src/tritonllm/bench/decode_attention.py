@@ -14,7 +14,6 @@ has something to hide behind. The fraction is that of KV bytes at 4.4 TB/s, what
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -23,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.bench.graph_timing import PEAK, ROTATED_BYTES, graph_microseconds
 from tritonllm.errors import KernelError
 from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
@@ -33,8 +33,6 @@ from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope_store import plan_rope_store_kv
 
-PEAK = 4.4e6  # bytes in a microsecond
-ROTATE = 400 * 2**20  # bytes: many times the L2 cache
 MAX_CALLS = 512
 BLOCK_SIZE = 256
 HIDDEN = 1024
@@ -85,14 +83,14 @@ class Heads:
 
 
 class Bench:
-    """Inputs of one (heads, batch, context): as many caches as it takes to rotate over `ROTATE` bytes."""
+    """Inputs of one (heads, batch, context): as many caches as it takes to rotate over `ROTATED_BYTES`."""
 
     def __init__(self, heads: Heads, contexts: list[int], calls: int | None = None) -> None:
         self.heads, self.contexts = heads, contexts
         batch, device = len(contexts), torch.device("cuda")
         blocks = batch * -(-max(contexts) // BLOCK_SIZE)
         self.bytes = heads.kv_bytes(sum(contexts))
-        self.calls = calls or min(max(-(-ROTATE // self.bytes), 1), MAX_CALLS)
+        self.calls = calls or min(max(-(-ROTATED_BYTES // self.bytes), 1), MAX_CALLS)
         shape = (self.calls * blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
         self.k_cache = torch.empty(shape, dtype=DTYPE, device=device).normal_()
         self.v_cache = torch.empty(shape, dtype=DTYPE, device=device).normal_()
@@ -116,7 +114,7 @@ class Bench:
             max(batch, 16), heads.num_heads, heads.num_kv_heads, heads.head_dim, device
         )
         self.weights = torch.randn(
-            -(-ROTATE // (heads.width * HIDDEN * 2)), heads.width, HIDDEN, dtype=DTYPE, device=device
+            -(-ROTATED_BYTES // (heads.width * HIDDEN * 2)), heads.width, HIDDEN, dtype=DTYPE, device=device
         )
         self.pdl = supports_pdl(self.q.device)
 
@@ -161,25 +159,6 @@ class Bench:
             return graph_microseconds(run) / self.calls
 
         return chain(self.linear, attend) - chain(self.linear)
-
-
-def graph_microseconds(run: Callable[[], None], replays: int = 11) -> float:
-    """Median time of a graph that holds everything `run` launches."""
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1000)
-    return statistics.median(times)
 
 
 def check(heads: Heads) -> None:
@@ -274,7 +253,7 @@ def main() -> None:
         for batch in args.batches:
             for context in args.contexts:
                 torch.cuda.empty_cache()
-                if heads.kv_bytes(batch * context) + 2 * ROTATE > 0.8 * torch.cuda.mem_get_info()[0]:
+                if heads.kv_bytes(batch * context) + 2 * ROTATED_BYTES > 0.8 * torch.cuda.mem_get_info()[0]:
                     print(f"{heads!s:10} {batch:5} {context:7}   not enough memory")
                     continue
                 bench = Bench(heads, [context] * batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -11,6 +10,7 @@ from importlib import resources
 import torch
 import torch.nn.functional as F
 
+from tritonllm.bench.graph_timing import ROTATED_BYTES, graph_microseconds
 from tritonllm.config import ModelConfig
 from tritonllm.kernels.activation import silu_and_mul
 from tritonllm.kernels.norm import add_rms_norm
@@ -23,9 +23,7 @@ from tritonllm.kernels.tuning_table import LinearKey
 LARGEST_ERROR = 1e-2
 """Relative, in the 2-norm: four roundings to bfloat16 cost about 4e-3."""
 
-_ROTATED_BYTES = 400 << 20
 _FEWEST_CALLS = 8
-_REPLAYS = 12
 _EPS = 1e-6
 
 
@@ -73,7 +71,7 @@ class Layer:
         def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
             return torch.randn(size, device="cuda", dtype=torch.bfloat16) * scale
 
-        copies = max(_FEWEST_CALLS, -(-_ROTATED_BYTES // (2 * shape.columns * shape.rows)))
+        copies = max(_FEWEST_CALLS, -(-ROTATED_BYTES // (2 * shape.columns * shape.rows)))
         self.shape = shape
         self.weights = [normal(shape.rows, shape.columns, scale=shape.columns**-0.5) for _ in range(copies)]
         self.x = normal(tokens, shape.columns)
@@ -122,22 +120,12 @@ class Layer:
 
     def microseconds(self, call: Callable[[torch.Tensor], object]) -> float:
         """Time of one call, launched in a graph of one call a weight."""
-        call(self.weights[0])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def run() -> None:
             for weight in self.weights:
                 call(weight)
-        graph.replay()
-        times = []
-        for _ in range(_REPLAYS):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        return statistics.median(times) * 1e3 / len(self.weights)
+
+        return graph_microseconds(run) / len(self.weights)
 
 
 def candidates(shape: Shape, tokens: int, shared_memory: int) -> list[Form]:

@@ -5,31 +5,29 @@ graph, median of its replays. The other side is `F.linear` (cuBLAS), alone and w
 ours includes: the norm with its add, and SiLU.
 
 `--tune` times other forms of each shape as well, against what the rules of `kernels/skinny_table.py` choose. `--write
-FILE` makes a tuning table of it: forms more than 2% faster than the rules' choice, and up to how many rows the fused
-decoder layer is faster. TRITONLLM_TUNING=FILE uses it; kernels/tuned/ ships those of whole GPU families.
+FILE` makes a tuning table of it: forms more than 2% faster than the rules' choice. Forms that the file had before are
+replaced, its decode paths are kept: those are from `python -m tritonllm.bench.decode_layer`. TRITONLLM_TUNING=FILE uses
+it; kernels/tuned/ ships those of whole GPU families.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
 
 from tritonllm.bench.linear_layers import LARGEST_ERROR, Layer, Shape, candidates, layers_of
-from tritonllm.bench.target import shipped_shapes
-from tritonllm.bench.tuning import LinearTimes, make_table
+from tritonllm.bench.tuning import LinearTimes, best_forms
+from tritonllm.bench.tuning_options import read_models, read_numbers, require_gpu, write_table
 from tritonllm.errors import KernelError, TritonLLMError
 from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.skinny_form import Form
 from tritonllm.kernels.skinny_linear import MAX_ROWS
 from tritonllm.kernels.skinny_table import choose_form
-from tritonllm.kernels.tuning_file import as_json
 from tritonllm.kernels.tuning_table import TOKEN_BUCKETS, UNTUNED
 
 MODELS = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen3-8B", "SmolLM2-135M")
@@ -75,10 +73,9 @@ def tune(layer: Layer) -> LinearTimes:
     best = min(timed, key=lambda pair: pair[0])[1]
     # Once more, one after the other: the smallest of many times is smaller than it would be alone.
     rules_us, best_us = (layer.microseconds(partial(layer.call, form=form)) for form in (rules, best))
-    separate_us = layer.microseconds(layer.separately)
-    times = LinearTimes(shape.model, shape.part, key, rules, rules_us, best, best_us, separate_us)
+    times = LinearTimes(key, rules, rules_us, best, best_us)
     verdict = "kept" if times.is_worth_an_entry else "the rules' choice stays"
-    print(f"    best {best_us:.2f} us, rules {rules_us:.2f}, separate {separate_us:.2f}: {verdict}; {best}", flush=True)
+    print(f"    best {best_us:.2f} us, rules {rules_us:.2f}: {verdict}; {best}", flush=True)
     return times
 
 
@@ -91,28 +88,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="try other forms of each shape")
     parser.add_argument("--write", type=Path, metavar="FILE", help="make a tuning table of what --tune finds")
     options = parser.parse_args(arguments)
-    try:
-        options.tokens = [int(word) for word in options.tokens.split(",")]
-    except ValueError:
-        parser.error(f"--tokens {options.tokens!r} must be numbers with commas between them, for example 1,8,16")
-    options.models = options.models.split(",")
-    for model in options.models:
-        if model not in shipped_shapes():
-            parser.error(f"--models has {model!r}: the shapes are {', '.join(shipped_shapes())}")
-    options.shapes = [shape for model in options.models for shape in layers_of(model) if options.only in shape.name]
+    options.tokens = read_numbers(parser, "--tokens", options.tokens)
+    models = read_models(parser, options.models)
+    options.shapes = [shape for model in models for shape in layers_of(model) if options.only in shape.name]
     if not options.shapes:
         parser.error(f"--only {options.only!r} is in no layer's name")
     allowed = TOKEN_BUCKETS if options.write else range(1, MAX_ROWS + 1)
     for tokens in options.tokens:
         if tokens not in allowed:
             parser.error(f"--tokens has {tokens}, which must be one of {', '.join(map(str, allowed))}")
-    if options.write:
-        if not options.tune:
-            parser.error("--write needs --tune: a table is made of what that measures")
-        if options.write.is_dir() or not options.write.absolute().parent.is_dir():
-            parser.error(f"--write {str(options.write)!r} is no file in a folder that exists")
-    if not torch.cuda.is_available():
-        parser.exit(1, "This benchmark needs a CUDA device, and torch sees none.\n")
+    if options.write and not options.tune:
+        parser.error("--write needs --tune: a table is made of what that measures")
+    options.table = require_gpu(parser, options.write)
     return options
 
 
@@ -136,13 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     found = run(options.shapes, options.tokens, options.tune)
     if options.write:
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        table = make_table(found, torch.cuda.get_device_name(), datetime.date.today().isoformat(), versions)
-        options.write.write_text(as_json(table), encoding="utf-8")
-        print(
-            f"{len(table.linears)} forms and {len(table.fused_rows)} hidden sizes are in {options.write}: "
-            "set TRITONLLM_TUNING to it to use them."
-        )
+        write_table(options.write, options.table, linears=best_forms(found))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ and TFLOP/s counting the pairs that are not masked. `--prefix` puts that many ca
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 
 import torch
 
+from tritonllm.bench.graph_timing import graph_microseconds
 from tritonllm.kernels.launch import Launch
 from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tiles
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
@@ -20,7 +20,7 @@ from tritonllm.kernels.reference import attention as reference
 BLOCK_SIZE = 256
 PORTABLE_TILE_ROWS = 64
 _LARGEST_ERROR = 1e-2  # relative, in the 2-norm
-_CALLS, _REPLAYS = 4, 12
+_CALLS = 4
 
 
 class Prompts:
@@ -80,22 +80,12 @@ class Prompts:
 
 def microseconds(launch: Launch) -> float:
     """Median time of one call."""
-    launch.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for _ in range(_CALLS):
             launch.run()
-    graph.replay()
-    times = []
-    for _ in range(_REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times) * 1e3 / _CALLS
+
+    return graph_microseconds(run) / _CALLS
 
 
 def main() -> int:

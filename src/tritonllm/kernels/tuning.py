@@ -1,8 +1,8 @@
 """Which tuning table decides on a device.
 
 The tables in `tuned/`, one for each compute capability, come with the package; `TRITONLLM_TUNING` names another, which
-goes first. What no table has is left to the rules of `skinny_table` and to `UNTUNED_ROWS`.
-`python -m tritonllm.bench.linears --tune --write FILE` measures and writes one.
+goes first. What no table has is left to the rules of `skinny_table` and to `UNTUNED_PATHS`. `python -m
+tritonllm.bench.linears --tune --write FILE` and `python -m tritonllm.bench.decode_layer --write FILE` make one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,3 @@ def named_tuning() -> Tuning | None:
             "`python -m tritonllm.bench.linears --tune --write FILE` wrote, or unset it."
         ) from error
     return read_json(text, path)
-
-
-@cache
-def fused_rows_on(device: torch.device, hidden_size: int) -> int:
-    """`Tuning.largest_fused` of the device's table, fast enough to be asked in every layer."""
-    return tuning_of(device).largest_fused(hidden_size)

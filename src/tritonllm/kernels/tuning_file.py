@@ -8,19 +8,24 @@ from typing import Any
 
 from tritonllm.errors import ConfigError
 from tritonllm.kernels.skinny_form import KINDS, Form
-from tritonllm.kernels.tuning_table import TOKEN_BUCKETS, LinearKey, Tuning
+from tritonllm.kernels.tuning_table import PATHS, TOKEN_BUCKETS, LinearKey, PathLimit, Tuning
+
+_SKINNY_ROWS = TOKEN_BUCKETS[-1]  # all that `skinny_linear` takes
 
 
 def as_json(tuning: Tuning) -> str:
     """The file, sorted and an entry a line, so that two tables can be compared by eye."""
     linears = [{**key._asdict(), "form": asdict(form)} for key, form in sorted(tuning.linears.items())]
-    fused_rows = [{"hidden_size": size, "rows": rows} for size, rows in sorted(tuning.fused_rows.items())]
+    decode_paths = [
+        {"hidden_size": size, "paths": [limit._asdict() for limit in limits]}
+        for size, limits in sorted(tuning.decode_paths.items())
+    ]
     parts = {
         "gpu": json.dumps(tuning.gpu),
         "date": json.dumps(tuning.date),
         "versions": json.dumps(dict(tuning.versions)),
         "linears": _lines(linears),
-        "fused_rows": _lines(fused_rows),
+        "decode_paths": _lines(decode_paths),
     }
     return "{\n" + ",\n".join(f'  "{name}": {text}' for name, text in parts.items()) + "\n}\n"
 
@@ -58,15 +63,25 @@ class _Reader:
             key, form = self._linear(entry, f"linears[{index}]")
             self._check(key not in linears, f"linears[{index}]", dict(key._asdict()), "there only once")
             linears[key] = form
-        fused_rows: dict[int, int] = {}
-        for index, entry in enumerate(self._list(table["fused_rows"], "fused_rows")):
-            where = f"fused_rows[{index}]"
-            size, rows = self._object(entry, where, ["hidden_size", "rows"]).values()
+        decode_paths: dict[int, tuple[PathLimit, ...]] = {}
+        for index, entry in enumerate(self._list(table["decode_paths"], "decode_paths")):
+            where = f"decode_paths[{index}]"
+            size, paths = self._object(entry, where, ["hidden_size", "paths"]).values()
             self._integer(f"{where}.hidden_size", size)
-            self._integer(f"{where}.rows", rows, low=0, high=TOKEN_BUCKETS[-1])
-            self._check(size not in fused_rows, f"{where}.hidden_size", size, "there only once")
-            fused_rows[size] = rows
-        return Tuning(table["gpu"], table["date"], versions, linears, fused_rows)
+            self._check(size not in decode_paths, f"{where}.hidden_size", size, "there only once")
+            decode_paths[size] = self._paths(paths, f"{where}.paths")
+        return Tuning(table["gpu"], table["date"], versions, linears, decode_paths)
+
+    def _paths(self, value: Any, where: str) -> tuple[PathLimit, ...]:
+        limits: list[PathLimit] = []
+        for index, entry in enumerate(self._list(value, where)):
+            limit = PathLimit(**self._object(entry, f"{where}[{index}]", list(PathLimit._fields)))
+            self._check(limit.path in PATHS, f"{where}[{index}].path", limit.path, "one of " + ", ".join(PATHS))
+            self._integer(f"{where}[{index}].rows", limit.rows, high=_SKINNY_ROWS if limit.path == "skinny" else None)
+            above = limits[-1].rows if limits else 0
+            self._check(limit.rows > above, f"{where}[{index}].rows", limit.rows, f"above the {above} rows before it")
+            limits.append(limit)
+        return tuple(limits)
 
     def _linear(self, entry: Any, where: str) -> tuple[LinearKey, Form]:
         values = self._object(entry, where, [*LinearKey._fields, "form"])

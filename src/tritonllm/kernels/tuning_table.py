@@ -1,4 +1,4 @@
-"""A tuning table as a value: the best form of `skinny_linear` at a shape, and how many rows the fused layer takes."""
+"""A tuning table as a value: the best form of `skinny_linear` at a shape, and the best path of a layer for a batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from tritonllm.kernels.skinny_form import Form
 TOKEN_BUCKETS = (1, 2, 4, 8, 16)
 """Most tokens of each bucket: an entry serves what is above the bucket before it."""
 
-UNTUNED_ROWS = 4
-"""Rows up to which the fused layer serves where nothing was measured.
+PATHS = ("skinny", "hopper", "separate")
+"""Names of the ways a decoder layer runs a decode batch; `models.decode_path` says what they are."""
 
-As on the H200 at the largest hidden size measured, where it wins least: reading weights and launching kernels is all
-that so few rows cost anywhere, and above them it depends on how well the GPU's own library does.
+
+class PathLimit(NamedTuple):
+    """The most rows of a decode batch that a path serves."""
+
+    rows: int
+    path: str
+
+
+UNTUNED_PATHS = (PathLimit(4, "skinny"),)
+"""Where nothing was measured.
+
+About as on the H200: reading weights and launching kernels is all that so few rows cost anywhere, and above them it
+depends on how well the GPU's own library does.
 """
 
 
@@ -38,30 +49,29 @@ class Tuning:
         date: when, as year-month-day.
         versions: of torch and triton then.
         linears: the form of a layer with 16-bit weights.
-        fused_rows: hidden size to rows of the largest decode batch that the fused layer serves faster.
+        decode_paths: hidden size to the fastest path of a layer: limits by ascending rows, each for what is above the
+            one before it; "separate" above all of them.
     """
 
     gpu: str
     date: str
     versions: Mapping[str, str]
     linears: Mapping[LinearKey, Form]
-    fused_rows: Mapping[int, int]
+    decode_paths: Mapping[int, tuple[PathLimit, ...]]
 
     def form(self, tokens: int, columns: int, rows: int, gated: bool, normed: bool) -> Form | None:
         """The form for 1 to 16 tokens, None if that bucket was not measured."""
         return self.linears.get(LinearKey(columns, rows, gated, normed, 1 << (tokens - 1).bit_length()))
 
-    def largest_fused(self, hidden_size: int) -> int:
-        """Rows of the largest batch for the fused layer.
+    def path(self, num_rows: int, hidden_size: int) -> str:
+        """Name of the path for a batch of `num_rows`, whether the GPU has such kernels for the model or not.
 
-        Long rows of weights favour the GPU's own library. So the next larger size that was measured decides, and above
-        all of them what is fewer: the rows of the largest, or those of an unknown GPU.
+        The smallest hidden size measured that is no smaller decides, the largest one above all of them.
         """
-        measured = min((size for size in self.fused_rows if size >= hidden_size), default=None)
-        if measured is not None:
-            return self.fused_rows[measured]
-        largest = max(self.fused_rows, default=None)
-        return UNTUNED_ROWS if largest is None else min(UNTUNED_ROWS, self.fused_rows[largest])
+        sizes = sorted(self.decode_paths)
+        size = next((size for size in sizes if size >= hidden_size), sizes[-1] if sizes else None)
+        limits = UNTUNED_PATHS if size is None else self.decode_paths[size]
+        return next((limit.path for limit in limits if num_rows <= limit.rows), "separate")
 
     def over(self, base: Tuning) -> Tuning:
         """This table, and what `base` has beyond it."""
@@ -70,7 +80,7 @@ class Tuning:
             self.date,
             self.versions,
             {**base.linears, **self.linears},
-            {**base.fused_rows, **self.fused_rows},
+            {**base.decode_paths, **self.decode_paths},
         )
 
 
