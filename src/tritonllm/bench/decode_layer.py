@@ -30,6 +30,7 @@ from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.errors import EngineError, KernelError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.hopper_linear import serves_shape
+from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.skinny_linear import MAX_ROWS
 from tritonllm.kernels.tuning_table import PathLimit
 from tritonllm.models.attention_metadata import DecodeMetadata
@@ -89,7 +90,9 @@ class Chain:
         workspace = DecodeWorkspace.allocate(batch, config.num_heads, config.num_kv_heads, config.head_dim, device)
         self.input_ids = torch.arange(batch, device=device)
         self.positions = positions.to(device)
-        self.attn = DecodeMetadata(slots.to(device), tables.to(device), lens.to(device), workspace)
+        lens = lens.to(device)
+        order = longest_first(lens) if batch > FEW_ROWS else None
+        self.attn = DecodeMetadata(slots.to(device), tables.to(device), lens, workspace, order)
 
     def paths(self) -> list[DecodePath]:
         """Those that can run here, SEPARATE among them."""

@@ -24,6 +24,7 @@ from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace, distinct_batches
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN, advance_rows, load_rows
 from tritonllm.kernels.launch import compiling_ahead
+from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.kernels.sampling import pick_tokens, sample_tokens
 from tritonllm.models.attention_metadata import DecodeMetadata
@@ -57,9 +58,8 @@ class ModelRunner:
         self.block_size = self.config.block_size
         tp = TPGroup(rank, self.config.world_size)
         model = self.resolved.config
-        self.tiling = PrefillTiling.choose(
-            model.num_heads // tp.size, model.head_dim, self.dtype, self.block_size, self.device
-        )
+        heads = model.num_heads // tp.size
+        self.tiling = PrefillTiling.choose(heads, model.head_dim, self.dtype, self.block_size, self.device)
         with torch.inference_mode():
             self.model = build_model(self.resolved, tp)
             self._make_state(tp)
@@ -78,6 +78,7 @@ class ModelRunner:
         self.num_kv_heads = tp.split_kv_heads(model.num_kv_heads)[1]
         table_width = -(-(self.config.max_model_length or 1) // self.block_size)
         width = -(-(HEADER + table_width) // 16) * 16
+        self._block_bytes = bytes_per_block(model, self.block_size, self.num_kv_heads, self.dtype)
         self.rows = torch.zeros(self.max_num_rows, width, dtype=torch.int32, device=self.device)
         self.sampled = torch.zeros(2 * self.max_num_rows, dtype=torch.int32, device=self.device)
         self.workspace = DecodeWorkspace.allocate(
@@ -111,9 +112,8 @@ class ModelRunner:
                 self.capture_cudagraph()
 
     def _size_by_host_memory(self) -> None:
-        block_bytes = bytes_per_block(self.resolved.config, self.block_size, self.num_kv_heads, self.dtype)
         wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
-        self.num_blocks = self.config.max_cached_blocks or blocks_on_cpu(wanted, block_bytes)
+        self.num_blocks = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes)
         self.pool = self._new_pool(self.num_blocks)
 
     def _compile_ahead(self) -> None:
@@ -162,9 +162,8 @@ class ModelRunner:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""
         del self.pool
         torch.cuda.empty_cache()
-        block_bytes = bytes_per_block(self.resolved.config, self.block_size, self.num_kv_heads, self.dtype)
         free = torch.cuda.mem_get_info()[0]
-        fitting = blocks_on_gpu(free, self.config.gpu_memory_utilization, activations, graphs, block_bytes)
+        fitting = blocks_on_gpu(free, self.config.gpu_memory_utilization, activations, graphs, self._block_bytes)
         self.num_blocks = min(fitting, self.config.max_cached_blocks or fitting)
         self.pool = self._new_pool(self.num_blocks)
 
@@ -254,7 +253,8 @@ class ModelRunner:
         input_ids, positions, slots, context_lens = load_rows(
             self.rows, num_rows, self.block_size, self.resolved.config.vocab_size
         )
-        attn = DecodeMetadata(slots, rows[:, HEADER:], context_lens, self.workspace)
+        order = longest_first(context_lens) if num_rows > FEW_ROWS else None
+        attn = DecodeMetadata(slots, rows[:, HEADER:], context_lens, self.workspace, order)
         hidden = self.model(input_ids, positions, self.pool.layers, attn)
         tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, plain)
         advance_rows(self.rows, tokens, self.sampled[:num_rows])

@@ -23,9 +23,10 @@ import triton.language as tl
 
 from tritonllm.kernels.dependent_launch import start_after_previous
 from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
+from tritonllm.kernels.longest_first import check_order
 from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
 from tritonllm.kernels.reference import attention as reference
-from tritonllm.kernels.split_attention import attend_tiles, store_or_merge
+from tritonllm.kernels.split_attention import attend_tiles, sequence_at, store_or_merge
 
 MAX_SPLITS = 32  # beyond it the merge costs more than the splits save
 _MIN_SPLITS = 4  # evens out a batch of mixed lengths; short sequences use fewer
@@ -39,6 +40,7 @@ def _decode_attention_kernel(
     out_ptr,
     block_tables_ptr,
     context_lens_ptr,
+    order_ptr,
     partial_out_ptr,
     partial_stats_ptr,
     counters_ptr,
@@ -66,7 +68,7 @@ def _decode_attention_kernel(
     start_after_previous(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    sequence = sequence_at(order_ptr, tl.program_id(2))
     context_len = tl.load(context_lens_ptr + sequence)
     num_tiles = tl.cdiv(context_len, BLOCK_N)
     # A short sequence uses fewer programs, so that each has MIN_TILES tiles of keys if there are as many.
@@ -177,6 +179,7 @@ def check_decode_batch(
     k_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    order: torch.Tensor | None,
     scale: float,
     workspace: DecodeWorkspace,
     splits: int,
@@ -194,6 +197,7 @@ def check_decode_batch(
         op,
         lambda: f"context_lens must be contiguous int32 [{batch}], got {shape_of(context_lens)}",
     )
+    check_order(op, order, batch)
     check(scale > 0, op, lambda: f"scale must be positive, got {scale}")
     check(splits & (splits - 1) == 0, op, lambda: f"num_splits must be a power of two, got {splits}")
     rows = batch * splits * num_heads
@@ -231,6 +235,7 @@ def plan_decode_attention(
     workspace: DecodeWorkspace,
     out: torch.Tensor,
     *,
+    order: torch.Tensor | None = None,
     num_splits: int | None = None,
     shared_memory: int | None = None,
     pdl: bool | None = None,
@@ -250,7 +255,7 @@ def plan_decode_attention(
         f"out must be like q with unit stride on D, got {shape_of(out)}",
     )
     splits = num_splits or decode_splits(max(batch, 1), num_kv_heads, workspace.num_sms)
-    check_decode_batch(op, out, k_cache, block_tables, context_lens, scale, workspace, splits)
+    check_decode_batch(op, out, k_cache, block_tables, context_lens, order, scale, workspace, splits)
     block_d = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
     block_g = max(16, triton.next_power_of_2(group))
@@ -267,6 +272,7 @@ def plan_decode_attention(
             "out_ptr": out,
             "block_tables_ptr": block_tables,
             "context_lens_ptr": context_lens,
+            "order_ptr": order,
             "partial_out_ptr": workspace.partial_out,
             "partial_stats_ptr": workspace.partial_stats,
             "counters_ptr": workspace.counters,
@@ -310,6 +316,7 @@ def decode_attention(
     context_lens: torch.Tensor,
     scale: float,
     workspace: DecodeWorkspace,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a sequence over all its keys, the query's own key included.
 
@@ -320,6 +327,7 @@ def decode_attention(
         context_lens: int32 [B]; 0 marks a padding row, whose output is exactly zero.
         scale: factor of the scores before the softmax, positive.
         workspace: from `DecodeWorkspace.allocate` on q's device, for at least this batch.
+        order: int32 [B], a permutation: the order in which sequences are taken, as `longest_first` gives it.
 
     Returns:
         [B, Hq, D], new, contiguous, q's dtype. Raises `KernelError` on shapes or dtypes it cannot take.
@@ -327,5 +335,5 @@ def decode_attention(
     if not runs_kernel(q):
         return reference.decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    plan_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace, out).run()
+    plan_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace, out, order=order).run()
     return out

@@ -14,15 +14,14 @@ the last split in use, which never has more tiles than another, folds the new to
 the cache. `split_attention` says how programs share the old keys and merge.
 
 The queries of a group and its new key are rows of one tile, normalised and rotated together. Each head is loaded
-twice, as it is and with the halves of its rotated part exchanged, so that whole heads stay rows, ready for tensor
-cores, whatever part of them is rotated.
+twice, as it is and with the halves of its rotated part exchanged, so that whole heads stay rows for tensor cores.
 
 Programmatic dependent launch, see `dependent_launch`: by default all is read after the wait. After it the previous
 kernel has ended, and so has every older one as long as all kernels of the chain wait; BEFORE it neither need hold, for
-the previous kernel may itself be waiting still, and so on back. With `early_reads` lengths, positions, slots, block
-tables, and through them cosines and the keys of earlier steps, are read before the wait. That is right only if a launch
-without PDL lies between whatever wrote them and this one (or a kernel that lets its dependents start only after its own
-wait): then their writer had ended before this kernel could start.
+the previous kernel may itself be waiting still, and so on back. With `early_reads` lengths, order, positions, slots and
+block tables, and through them cosines and the keys of earlier steps, are read before the wait. That is right only if a
+launch without PDL lies between whatever wrote them and this one (or a kernel that lets its dependents start only after
+its own wait): then their writer had ended before this kernel could start.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
 from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
 from tritonllm.kernels.reference import attention, elementwise
 from tritonllm.kernels.rope import check_rotation
-from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, store_or_merge
+from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, sequence_at, store_or_merge
 
 
 @triton.jit
@@ -83,6 +82,7 @@ def _fused_decode_attention_kernel(
     slot_mapping_ptr,
     block_tables_ptr,
     context_lens_ptr,
+    order_ptr,
     q_norm_ptr,
     k_norm_ptr,
     out_ptr,
@@ -120,7 +120,7 @@ def _fused_decode_attention_kernel(
             wait_for_previous()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    sequence = sequence_at(order_ptr, tl.program_id(2))
     context_len = tl.load(context_lens_ptr + sequence)
     old_len = context_len - 1
     num_tiles = tl.cdiv(old_len, BLOCK_N)  # 0 for a context of 0, too
@@ -209,6 +209,7 @@ def plan_fused_decode_attention(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     *,
+    order: torch.Tensor | None = None,
     tile: FusedTile | None = None,
     shared_memory: int | None = None,
     pdl: bool | None = None,
@@ -243,7 +244,7 @@ def plan_fused_decode_attention(
         limit = shared_memory_limit(qkv.device) if shared_memory is None else shared_memory
         heads = batch, num_heads, num_kv_heads, head_dim
         tile = fused_tile(*heads, k_cache.shape[1], qkv.element_size(), workspace.num_sms, limit)
-    check_decode_batch(op, out, k_cache, block_tables, context_lens, scale, workspace, tile.splits)
+    check_decode_batch(op, out, k_cache, block_tables, context_lens, order, scale, workspace, tile.splits)
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)
     pdl = supports_pdl(qkv.device) if pdl is None else pdl
@@ -259,6 +260,7 @@ def plan_fused_decode_attention(
             "slot_mapping_ptr": slot_mapping,
             "block_tables_ptr": block_tables,
             "context_lens_ptr": context_lens,
+            "order_ptr": order,
             "q_norm_ptr": q_norm,
             "k_norm_ptr": k_norm,
             "out_ptr": out,
@@ -312,6 +314,7 @@ def fused_decode_attention(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    order: torch.Tensor | None = None,
     early_reads: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate the new token's heads, write its key and value, and attend to the whole context.
@@ -329,12 +332,10 @@ def fused_decode_attention(
         num_heads, scale: Hq, and the factor of the scores before the softmax, positive.
         workspace: from `DecodeWorkspace.allocate` on qkv's device, for at least this batch.
         q_norm, k_norm, eps: weights [D] and epsilon of the per-head RMSNorm; both weights or neither.
-        early_reads: the caller keeps the rule at the top of this file.
+        order, early_reads: as in `decode_attention`; the caller keeps the rule at the top of this file.
 
     Returns:
-        [B, Hq, D], new, contiguous, qkv's dtype.
-
-    Raises `KernelError` where shapes, dtypes or strides do not fit.
+        [B, Hq, D], new, contiguous, qkv's dtype. Raises `KernelError` where shapes, dtypes or strides do not fit.
     """
     if not runs_kernel(qkv):
         q = elementwise.rope_store_kv(
@@ -344,6 +345,6 @@ def fused_decode_attention(
     out = torch.empty(qkv.shape[0], num_heads, k_cache.shape[-1], dtype=qkv.dtype, device=qkv.device)
     plan_fused_decode_attention(
         qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, block_tables, context_lens, scale, workspace, out,
-        q_norm, k_norm, eps, early_reads=early_reads,
+        q_norm, k_norm, eps, order=order, early_reads=early_reads,
     ).run()  # fmt: skip
     return out

@@ -58,7 +58,7 @@ def fused_tile(
         # The early tile takes 64 registers a thread, 32 where masks or an id a key take more: or values would spill.
         plain = head_dim == block_d <= 128 and block_size % 64 == 0
         keys = min(keys, max((8192 if plain else 4096) // block_d, 16))
-    if pairs > num_sms or (latency_bound and splits * pairs > num_sms):
+    if pairs > num_sms:
         stages = min(stages, 3)  # so that two programs share an SM and one computes while the other waits
     return FusedTile(
         splits=splits,

@@ -16,6 +16,14 @@ from tritonllm.kernels.paged_attention import key_offsets, load_block_ids, onlin
 
 
 @triton.jit
+def sequence_at(order_ptr, place):
+    """The sequence, int64, that a place in the grid stands for: its own number where there is no order."""
+    if order_ptr is not None:
+        place = tl.load(order_ptr + place)
+    return place.to(tl.int64)
+
+
+@triton.jit
 def load_tile(
     k_ptrs,
     v_ptrs,

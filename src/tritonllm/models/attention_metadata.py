@@ -102,6 +102,7 @@ class DecodeMetadata:
         block_tables: int32 `[B, W]`.
         context_lens: int32 `[B]`, keys of each row with the new token.
         workspace: scratch of the split-KV kernel.
+        order: int32 `[B]`, the order in which attention takes the rows, longest context first; None for theirs.
         path: the kernels that a layer of the kit takes; the model sets it for its own layers.
     """
 
@@ -109,11 +110,13 @@ class DecodeMetadata:
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     workspace: DecodeWorkspace
+    order: torch.Tensor | None = None
     path: DecodePath = DecodePath.SEPARATE
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""
-        return decode_attention(q, k_cache, v_cache, self.block_tables, self.context_lens, scale, self.workspace)
+        lens, order = self.context_lens, self.order
+        return decode_attention(q, k_cache, v_cache, self.block_tables, lens, scale, self.workspace, order)
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
         """x itself: every row goes on."""

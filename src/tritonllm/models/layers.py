@@ -165,6 +165,7 @@ class Attention(nn.Module):
             q_norm=self.q_norm.weight if self.q_norm is not None else None,
             k_norm=self.k_norm.weight if self.k_norm is not None else None,
             eps=self.eps,
+            order=attn.order,
             # What it reads early was written before the embedding, which is launched without overlap.
             early_reads=True,
         ).flatten(1)

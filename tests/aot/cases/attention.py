@@ -9,6 +9,7 @@ from harness import Case, meta
 
 from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.longest_first import FEW_ROWS
 from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
 
@@ -59,6 +60,7 @@ def _attention(
                 scale,
                 workspace,
                 torch.empty_like(q),
+                order=_int32(batch) if batch > FEW_ROWS else None,
                 shared_memory=shared_memory,
             )
         )

@@ -12,6 +12,7 @@ from tritonllm.kernels.activation import plan_silu_and_mul
 from tritonllm.kernels.decode_rows import HEADER, plan_advance_rows, plan_load_rows
 from tritonllm.kernels.kv_store import plan_store_kv
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.longest_first import plan_longest_first
 from tritonllm.kernels.norm import plan_add_rms_norm, plan_rms_norm
 from tritonllm.kernels.rope import plan_apply_rope
 from tritonllm.kernels.rope_store import plan_rope_store_kv
@@ -70,6 +71,7 @@ def _decode_rows() -> list[Launch]:
     return [
         plan_load_rows(rows, _int32(64), _int32(64), _int32(64), _int32(64), _BLOCK_SIZE, 151936),
         plan_advance_rows(rows, _int32(64), _int32(64)),
+        plan_longest_first(_int32(64), _int32(64)),
     ]
 
 

@@ -10,6 +10,7 @@ from harness import Case, meta
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.fused_decode_attention import plan_fused_decode_attention
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.longest_first import FEW_ROWS
 
 _HOPPER = 227 * 1024  # bytes of shared memory: targets that offer it have programmatic dependent launch as well
 
@@ -47,9 +48,10 @@ def _fused(
             meta(batch, num_heads, head_dim),
             norm,
             norm,
+            order=_int32(batch) if batch > FEW_ROWS else None,
             shared_memory=shared_memory,
             pdl=pdl,
-            early_reads=pdl and batch == 1,
+            early_reads=pdl,
         )
         for batch in batches
     ]

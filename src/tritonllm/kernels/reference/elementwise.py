@@ -23,6 +23,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return rms_norm(residual, weight, eps)
 
 
+def longest_first(context_lens: torch.Tensor) -> torch.Tensor:
+    """See `kernels.longest_first.longest_first`."""
+    return context_lens.argsort(descending=True, stable=True).to(torch.int32)
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.activation.silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
