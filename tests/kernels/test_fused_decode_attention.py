@@ -229,12 +229,12 @@ def test_a_row_of_nan_stays_alone(device: torch.device) -> None:
 
 
 def test_few_programs_are_cut_for_latency() -> None:
-    tiles = [fused_tile(batch, 16, 8, 128, 256, 2, 132, 227 * 1024) for batch in (1, 4, 8, 256)]
-    assert [(tile.splits, tile.keys, tile.min_tiles, tile.head_start) for tile in tiles] == [
-        (32, 64, 1, True),
-        (8, 64, 1, True),
-        (4, 64, 1, False),
-        (4, 64, 32, False),
+    tiles = [fused_tile(batch, 16, 8, 128, 2, 132, 227 * 1024) for batch in (1, 4, 8, 256)]
+    assert [(tile.splits, tile.keys, tile.stages, tile.min_tiles, tile.head_start) for tile in tiles] == [
+        (32, 32, 3, 1, True),
+        (8, 32, 3, 1, True),
+        (4, 64, 4, 1, False),
+        (4, 64, 3, 32, False),
     ]
 
 

@@ -316,8 +316,8 @@ class TestShipped:
 
     def test_the_paths_of_an_h200(self) -> None:
         shipped = tuning.shipped_tuning((9, 0))
-        assert named(shipped, 576, 1, 2, 3, 256, 257) == ["skinny"] * 2 + ["hopper"] * 2 + ["separate"]
-        assert named(shipped, 1024, 2, 3, 256) == ["skinny", "hopper", "hopper"]
+        assert named(shipped, 576, 1, 2, 256, 257) == ["skinny"] + ["hopper"] * 2 + ["separate"]
+        assert named(shipped, 1024, 1, 2, 256) == ["skinny", "hopper", "hopper"]
         assert named(shipped, 2048, 4, 5, 16, 17, 64, 65) == ["skinny"] + ["separate"] * 2 + ["hopper"] * 2 + [
             "separate"
         ]

@@ -121,7 +121,7 @@ class Bench:
     def tile(self) -> FusedTile:
         heads = self.heads
         return fused_tile(
-            len(self.contexts), heads.num_heads, heads.num_kv_heads, heads.head_dim, BLOCK_SIZE, DTYPE.itemsize,
+            len(self.contexts), heads.num_heads, heads.num_kv_heads, heads.head_dim, DTYPE.itemsize,
             self.workspace.num_sms, shared_memory_limit(self.q.device),
         )  # fmt: skip
 

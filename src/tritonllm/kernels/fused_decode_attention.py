@@ -243,7 +243,7 @@ def plan_fused_decode_attention(
     if tile is None:
         limit = shared_memory_limit(qkv.device) if shared_memory is None else shared_memory
         heads = batch, num_heads, num_kv_heads, head_dim
-        tile = fused_tile(*heads, k_cache.shape[1], qkv.element_size(), workspace.num_sms, limit)
+        tile = fused_tile(*heads, qkv.element_size(), workspace.num_sms, limit)
     check_decode_batch(op, out, k_cache, block_tables, context_lens, order, scale, workspace, tile.splits)
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)

@@ -40,7 +40,6 @@ def fused_tile(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    block_size: int,
     itemsize: int,
     num_sms: int,
     shared_memory: int,
@@ -55,10 +54,10 @@ def fused_tile(
     min_tiles = 1 if 2 * pairs <= num_sms else tiles_before_split(pairs, splits, num_sms)
     latency_bound = 4 * pairs <= num_sms
     if latency_bound:
-        # The early tile takes 64 registers a thread, 32 where masks or an id a key take more: or values would spill.
-        plain = head_dim == block_d <= 128 and block_size % 64 == 0
-        keys = min(keys, max((8192 if plain else 4096) // block_d, 16))
-    if pairs > num_sms:
+        # A program has a tile or two. Small ones, of which several fit on an SM, all run at once; and the first lies in
+        # registers, 32 a thread.
+        keys, stages = min(keys, max(4096 // block_d, 16)), min(stages, 3)
+    elif pairs > num_sms:
         stages = min(stages, 3)  # so that two programs share an SM and one computes while the other waits
     return FusedTile(
         splits=splits,

@@ -58,7 +58,7 @@ def _fused(
 
 
 CASES = [
-    Case("qwen3-0.6b", partial(_fused, 16, 8, 128, normed=True, batches=(1, 64)), dot=True, sized=True),
+    Case("qwen3-0.6b", partial(_fused, 16, 8, 128, normed=True, batches=(1, 4, 64)), dot=True, sized=True),
     Case("llama-3.2-1b", partial(_fused, 32, 8, 64), dot=True, sized=True),
     Case("smollm2-135m", partial(_fused, 9, 3, 64, batches=(64,)), dot=True, sized=True),
     Case("blocks-of-16", partial(_fused, 32, 8, 128, normed=True, block_size=16), dot=True, sized=True),

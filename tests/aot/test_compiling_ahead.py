@@ -1,0 +1,70 @@
+"""Kernels compiled side by side, through a driver that pretends to be a Hopper GPU: nothing can be launched here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class Pretended:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+driver.set_active(Pretended())
+
+from tritonllm.kernels import launch
+from tritonllm.kernels.hopper_linear import plan_hopper_linear
+from tritonllm.kernels.norm import plan_rms_norm
+
+
+def made(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+launches = [plan_rms_norm(made(4, columns), made(columns), made(4, columns), 1e-6) for columns in (256, 512)]
+launches.append(plan_hopper_linear(made(64, 1024), made(4096, 1024), made(64, 4096)))
+with launch.compiling_ahead():
+    for each in launches * 2:
+        each._launch(0)
+compiled = [kernel for each in launches[1:] for kernel in each.kernel.device_caches[0][0].values()]
+assert [bool(kernel.asm["cubin"]) for kernel in compiled] == [True] * 3, compiled
+assert not launch._compiled, "nothing was launched"
+BROKEN
+print("all compiled")
+"""
+
+
+def run(broken: str = "") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.replace("BROKEN", broken)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_every_kernel_is_there_at_the_end_and_none_was_launched() -> None:
+    done = run()
+    assert done.stdout.endswith("all compiled\n"), done.stderr
+
+
+@pytest.mark.parametrize("stage", ["inside", "outside"])
+def test_an_error_of_the_compiler_is_raised(stage: str) -> None:
+    """And launches are launches again behind it: with this driver they fail."""
+    broken = {
+        "inside": "launches[2].constexprs['WARPS'] = 3\nwith launch.compiling_ahead():\n    launches[2]._launch(0)",
+        "outside": "launches[0]._launch(0)",
+    }[stage]
+    done = run(broken)
+    assert done.returncode != 0
+    assert "all compiled" not in done.stdout
