@@ -58,11 +58,13 @@ def test_every_kernel_is_there_at_the_end_and_none_was_launched() -> None:
     assert done.stdout.endswith("all compiled\n"), done.stderr
 
 
-@pytest.mark.parametrize("stage", ["inside", "outside"])
-def test_an_error_of_the_compiler_is_raised(stage: str) -> None:
-    """And launches are launches again behind it: with this driver they fail."""
+@pytest.mark.parametrize("stage", ["inside", "compiled", "outside"])
+def test_an_error_of_the_compiler_is_raised_and_what_is_compiled_is_launched(stage: str) -> None:
+    """With this driver a launch fails."""
     broken = {
         "inside": "launches[2].constexprs['WARPS'] = 3\nwith launch.compiling_ahead():\n    launches[2]._launch(0)",
+        # What is compiled already is launched inside as well: others may need what it writes.
+        "compiled": "with launch.compiling_ahead():\n    launches[0]._launch(0)",
         "outside": "launches[0]._launch(0)",
     }[stage]
     done = run(broken)

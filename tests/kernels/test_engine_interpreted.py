@@ -5,12 +5,14 @@ Small on purpose (two layers, a few tokens): a program instance of the interpret
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 from tritonllm import LLMEngine, SamplingParams
+from tritonllm.kernels.launch import Launch, interpreting
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
@@ -63,3 +65,26 @@ def test_sampled_tokens_do_not_depend_on_the_batch(tmp_path, device: torch.devic
             engine.generate([prompt], param)["token_ids"][0] for prompt, param in zip(PROMPTS, params, strict=True)
         ]
     assert together == alone
+
+
+@pytest.mark.skipif(not interpreting(), reason="a GPU would not say which look-up failed, and none works after it")
+@pytest.mark.parametrize("compiled", [{"_load_rows_kernel", "_longest_first_kernel"}, set()])
+def test_kernels_that_do_not_run_yet_leave_nothing_to_look_up_by(tmp_path, monkeypatch, compiled: set[str]) -> None:
+    """A start compiles ahead by a pass in which kernels do nothing, so what they would have written is poison here."""
+    save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=2), tmp_path)
+    keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 18}
+    skipped: set[str] = set()
+    run = Launch.run
+
+    def run_if_compiled(launch: Launch) -> None:
+        name = launch.kernel.fn.__name__
+        if name in compiled:
+            run(launch)
+        else:
+            skipped.add(name)
+
+    with LLMEngine(str(tmp_path), device="cpu", **keys) as engine, monkeypatch.context() as patch:
+        patch.setattr(Launch, "run", run_if_compiled)
+        with contextlib.nullcontext() if compiled else pytest.raises(IndexError), torch.inference_mode():
+            engine.runner._compile_ahead()
+    assert not compiled or {"_decode_attention_kernel", "_prefill_attention_kernel", "_merge_kernel"} <= skipped

@@ -118,8 +118,8 @@ class ModelRunner:
 
     def _compile_ahead(self) -> None:
         """Compile side by side what the rest of the start would compile one by one."""
-        # This one runs: ids that nobody wrote could not be looked up.
-        load_rows(self.rows, 1, self.block_size, self.resolved.config.vocab_size)
+        vocab_size = self.resolved.config.vocab_size
+        longest_first(load_rows(self.rows, self.max_num_rows, self.block_size, vocab_size)[3])  # looked up by, so made
         with compiling_ahead():
             self._decode_every_size()
             self._prefill_every_kernel()

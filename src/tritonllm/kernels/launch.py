@@ -98,10 +98,11 @@ _ahead: ContextVar[bool] = ContextVar("ahead", default=False)
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside, a kernel that was not launched before is compiled by some thread, and its launch does nothing.
+    """Inside, a kernel that was not compiled before is compiled by some thread, and its launches do nothing.
 
-    So the kernels of a program are compiled side by side by going through its launches once. What they would have
-    written is not there: whatever else the program does on the way must take any values. All are compiled at the end.
+    So the kernels of a program are compiled side by side by going through its launches once. All are compiled at the
+    end. What they would have written is not there, while kernels that had been compiled run: so whoever makes what
+    others look things up by must be among the latter.
     """
     with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
         token = _ahead.set(True)
@@ -173,9 +174,10 @@ class Launch:
             )
             options = {**_OPTIONS, **self.options}
             if _ahead.get():
-                self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **options)
-            else:
-                _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **options)
+                kernel = self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **options)
+                if isinstance(kernel, triton.FutureKernel):
+                    return
+            _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **options)
             return
         x, y, z = (*self.grid, 1, 1)[:3]
         stream = triton.runtime.driver.active.get_current_stream(device_index)
