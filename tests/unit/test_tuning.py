@@ -20,7 +20,7 @@ from tritonllm.kernels.skinny_form import Form, gemv
 from tritonllm.kernels.skinny_linear import MAX_ROWS, plan_skinny_linear
 from tritonllm.kernels.skinny_table import choose_form
 from tritonllm.kernels.tuning_file import as_json, read_json
-from tritonllm.kernels.tuning_table import PATHS, TOKEN_BUCKETS, UNTUNED, UNTUNED_PATHS, LinearKey, PathLimit, Tuning
+from tritonllm.kernels.tuning_table import PATHS, TOKEN_BUCKETS, UNTUNED, LinearKey, PathLimit, Tuning
 from tritonllm.models.decode_path import DecodePath
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -124,12 +124,11 @@ class TestLookUp:
         assert [used.path(2, size) for size in (1025, 4096, 16384)] == ["skinny"] * 3
         assert used.path(3, 16384) == "separate"
 
-    @pytest.mark.parametrize("hidden_size", [64, 1024, 16384])
-    def test_few_rows_are_skinny_where_nothing_was_measured(self, hidden_size: int) -> None:
-        assert paths((4, "skinny")) == UNTUNED_PATHS
-        assert named(UNTUNED, hidden_size, 1, 4, 5, 16, 256) == ["skinny"] * 2 + ["separate"] * 3
+    @pytest.mark.parametrize(("hidden_size", "most"), [(64, 8), (1024, 8), (1025, 1), (2048, 1), (16384, 1)])
+    def test_few_rows_are_skinny_where_nothing_was_measured(self, hidden_size: int, most: int) -> None:
+        assert named(UNTUNED, hidden_size, 1, most, most + 1, 16, 256) == ["skinny"] * 2 + ["separate"] * 3
         only_linears = table({LinearKey(1024, 4096, False, False, 4): LOOPED})
-        assert named(only_linears, hidden_size, 4, 5) == ["skinny", "separate"]
+        assert named(only_linears, hidden_size, most, most + 1) == ["skinny", "separate"]
 
     def test_the_names_are_those_of_the_paths(self) -> None:
         assert tuple(path.value for path in DecodePath) == PATHS

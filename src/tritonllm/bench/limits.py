@@ -107,9 +107,17 @@ class Limits:
         return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim * pairs
 
     def prefill_operations(self, length: int) -> float:
-        """Of a prompt: every linear layer for every token, causal attention, the head for the last token only."""
-        pairs = length * (length + 1) / 2
-        return 2 * (self.linear_parameters * length + self.head_parameters) + self.attention_operations(pairs)
+        """Of a prompt, for the last token of which alone the head is wanted.
+
+        So the last layer owes the others their keys and values and nothing else; all layers before it run in full.
+        """
+        model = self.model
+        keys_and_values = 2 * model.hidden_size * model.num_kv_heads * model.head_dim  # weights of a layer's K and V
+        layer = self.linear_parameters // model.num_layers
+        for_all = self.linear_parameters - layer + keys_and_values
+        weights = for_all * length + layer - keys_and_values + self.head_parameters
+        pairs = (model.num_layers - 1) * length * (length + 1) / 2 + length
+        return 2 * weights + self.attention_operations(pairs) / model.num_layers
 
     def prefill_seconds(self, length: int) -> float | None:
         """Floor of the time to the first token of one prompt: all weights read once, or its operations."""

@@ -22,11 +22,11 @@ class PathLimit(NamedTuple):
     path: str
 
 
-UNTUNED_PATHS = (PathLimit(4, "skinny"),)
-"""Where nothing was measured.
+UNTUNED_PATHS = {1024: (PathLimit(8, "skinny"),), 2048: (PathLimit(1, "skinny"),)}
+"""By hidden size, where nothing was measured: where the skinny path beats the separate one on the H200, and not beyond.
 
-About as on the H200: reading weights and launching kernels is all that so few rows cost anywhere, and above them it
-depends on how well the GPU's own library does.
+Of one row little but reading weights and launching kernels takes time anywhere. Of more it depends on how well the GPU's
+own library does, and that on how long the rows of the weights are.
 """
 
 
@@ -68,10 +68,9 @@ class Tuning:
 
         The smallest hidden size measured that is no smaller decides, the largest one above all of them.
         """
-        sizes = sorted(self.decode_paths)
-        size = next((size for size in sizes if size >= hidden_size), sizes[-1] if sizes else None)
-        limits = UNTUNED_PATHS if size is None else self.decode_paths[size]
-        return next((limit.path for limit in limits if num_rows <= limit.rows), "separate")
+        paths = self.decode_paths or UNTUNED_PATHS
+        size = min((size for size in paths if size >= hidden_size), default=max(paths))
+        return next((limit.path for limit in paths[size] if num_rows <= limit.rows), "separate")
 
     def over(self, base: Tuning) -> Tuning:
         """This table, and what `base` has beyond it."""
