@@ -17,13 +17,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from table import MUTANTS, ROOT, Mutant
+from mutant import ROOT, Mutant
+from table import MUTANTS
 
 TIMEOUT = 300
 
 
-def killer(mutant: Mutant | None, tests: tuple[str, ...]) -> str | None:
-    """The first test that fails with the mutant in place, None if all pass.
+def killer(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> str | None:
+    """The first test that fails with the mutant in place, in Triton's interpreter or not; None if all pass.
 
     Raises:
         RuntimeError: pytest could not run.
@@ -31,6 +32,7 @@ def killer(mutant: Mutant | None, tests: tuple[str, ...]) -> str | None:
     paths = [str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env["TRITONLLM_MUTANT"] = mutant.name if mutant is not None else ""
+    env["TRITON_INTERPRET"] = str(int(interpreted))
     run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "mutate", *tests]
     try:
         done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT)
@@ -38,10 +40,12 @@ def killer(mutant: Mutant | None, tests: tuple[str, ...]) -> str | None:
         return f"no end after {TIMEOUT} s"
     if done.returncode == 0:
         return None
+    if done.returncode < 0:  # a kernel with a wrong address takes the interpreter with it
+        return f"died of signal {-done.returncode}"
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode not in (1, 2) or found is None:
         raise RuntimeError(f"pytest did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return found[1].removeprefix("tests/unit/")
+    return found[1].removeprefix("tests/")
 
 
 def main() -> int:
@@ -51,15 +55,15 @@ def main() -> int:
     options = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if all(word in mutant.name for word in options.words)]
     start = time.perf_counter()
-    for tests in dict.fromkeys(mutant.tests for mutant in mutants):
-        failed = killer(None, tests)
+    for tests, interpreted in dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in mutants):
+        failed = killer(None, tests, interpreted)
         if failed is not None:
             sys.stdout.write(f"without any mutant this test fails: {failed}\n")
             return 1
     width = max((len(mutant.name) for mutant in mutants), default=0)
     survivors = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        killers = pool.map(lambda mutant: killer(mutant, mutant.tests), mutants)
+        killers = pool.map(lambda mutant: killer(mutant, mutant.tests, mutant.interpreted), mutants)
         for mutant, killed_by in zip(mutants, killers, strict=True):
             survivors += killed_by is None
             sys.stdout.write(f"{mutant.name:{width}}  {killed_by or 'SURVIVED'}\n")

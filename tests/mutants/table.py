@@ -2,56 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from kernel_table import KERNEL_MUTANTS
+from mutant import Mutant
 
-ROOT = Path(__file__).parents[2]
-
-PLAIN = (
-    "tests/unit/test_block_manager.py",
-    "tests/unit/test_scheduler.py",
-    "tests/unit/test_scheduler_machine.py",
-    "tests/unit/test_soak.py",
-    "tests/unit/test_steady_batch.py",
-)
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
 LAST_LAYER = ("tests/unit/test_last_layer.py",)
 LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One fault.
-
-    Attributes:
-        name: what is wrong.
-        module: the module that is changed.
-        old: text that its source holds exactly once.
-        new: what stands there in the mutant.
-        tests: files of which one test at least must fail.
-    """
-
-    name: str
-    module: str
-    old: str
-    new: str
-    tests: tuple[str, ...] = PLAIN
-
-    @property
-    def path(self) -> Path:
-        return ROOT / "src" / (self.module.replace(".", "/") + ".py")
-
-    def source(self) -> str:
-        """The mutated source.
-
-        Raises:
-            ValueError: the text is not there exactly once: the table is out of date.
-        """
-        source = self.path.read_text(encoding="utf-8")
-        if source.count(self.old) != 1:
-            raise ValueError(f"{self.path.name} holds {self.old!r} {source.count(self.old)} times; mend the table")
-        return source.replace(self.old, self.new)
-
 
 _BLOCKS = "tritonllm.engine.block_manager"
 _SCHEDULER = "tritonllm.engine.scheduler"
@@ -264,4 +220,5 @@ MUTANTS = (
         LIFE,
     ),
     Mutant("an interrupted call leaves its requests behind", _LOOP, "self.abandon(sequences)", "pass", LIFE),
+    *KERNEL_MUTANTS,
 )

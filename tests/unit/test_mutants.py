@@ -10,8 +10,9 @@ import pytest
 FOLDER = str(Path(__file__).parents[1] / "mutants")
 sys.path.insert(0, FOLDER)
 try:
+    from mutant import ROOT, Mutant
     from run import killer
-    from table import MUTANTS, ROOT, Mutant
+    from table import MUTANTS
 finally:
     sys.path.remove(FOLDER)
 
@@ -19,6 +20,7 @@ SAMPLE = (
     "the key of a prefix ignores the last token",
     "a new block starts with ref count 0",
     "rows that fall out of the batch are not cleared",
+    "a norm has no epsilon",
 )
 
 
@@ -37,8 +39,8 @@ def test_a_text_that_is_gone_from_the_source_is_an_error() -> None:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_faults_are_noticed(name: str) -> None:
     (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
-    assert killer(mutant, mutant.tests) is not None
+    assert killer(mutant, mutant.tests, mutant.interpreted) is not None
 
 
 def test_without_a_fault_nothing_is_noticed() -> None:
-    assert killer(None, ("tests/unit/test_block_manager.py",)) is None
+    assert killer(None, ("tests/unit/test_block_manager.py",), False) is None

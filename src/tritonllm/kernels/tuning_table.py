@@ -25,8 +25,8 @@ class PathLimit(NamedTuple):
 UNTUNED_PATHS = {1024: (PathLimit(8, "skinny"),), 2048: (PathLimit(1, "skinny"),)}
 """By hidden size, where nothing was measured: where the skinny path beats the separate one on the H200, and not beyond.
 
-Of one row little but reading weights and launching kernels takes time anywhere. Of more it depends on how well the GPU's
-own library does, and that on how long the rows of the weights are.
+Of one row little but reading weights and launching kernels takes time anywhere. Of more it depends on how well the
+GPU's own library does, and that on how long the rows of the weights are.
 """
 
 
