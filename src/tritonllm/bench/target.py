@@ -14,7 +14,7 @@ from typing import Any
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.config.hf import read_architectures
 from tritonllm.errors import CheckpointError, UnsupportedModelError
-from tritonllm.registry import checkpoint_key, default_registry
+from tritonllm.registry import checkpoint_key, default_registry, load_object
 
 
 def engine_config(name: str, load_format: str, **keys: Any) -> EngineConfig:
@@ -35,6 +35,23 @@ def engine_config(name: str, load_format: str, **keys: Any) -> EngineConfig:
         if checkpoint_key(name) not in shipped_shapes():
             return EngineConfig(**_described(name, _download_shape(name)), **keys)
     return EngineConfig(model_name_or_path=name, load_format=load_format, **keys)
+
+
+def model_shape(name: str) -> ModelConfig:
+    """The shape of that name, found as for dummy weights. torch is not needed.
+
+    Raises:
+        CheckpointError: nothing has that name.
+        UnsupportedModelError: the shape cannot be computed.
+    """
+    if _exists(name):
+        shape = _read_shape(name)
+    elif checkpoint_key(name) in shipped_shapes():
+        file = resources.files("tritonllm.bench") / "configs" / f"{checkpoint_key(name)}.json"
+        shape = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        shape = _download_shape(name)
+    return _model_of(name, shape)
 
 
 def shipped_shapes() -> list[str]:
@@ -83,18 +100,22 @@ def _download_shape(name: str) -> dict[str, Any]:
         ) from error
 
 
+def _model_of(name: str, shape: Mapping[str, Any]) -> ModelConfig:
+    spec = default_registry().resolve(name, read_architectures(shape))
+    reader = load_object(spec.config) if spec.config else ModelConfig.from_hf_dict
+    model: ModelConfig = reader(shape)
+    return model
+
+
 def _described(name: str, shape: Mapping[str, Any]) -> dict[str, Any]:
     """A shape as the architecture keys that give an engine dummy weights of it.
 
     The engine gets the name of a checkpoint of the family, since it picks the class by name and shapes come with keys.
     Scaled RoPE becomes plain: other angles, the same work.
     """
-    from tritonllm.registry import load_object
-
     architectures = read_architectures(shape)
     spec = default_registry().resolve(name, architectures)
-    reader = load_object(spec.config) if spec.config else ModelConfig.from_hf_dict
-    model: ModelConfig = reader(shape)
+    model = _model_of(name, shape)
     inexpressible = {
         "o_bias": model.o_bias,
         "rotary_dim": model.rope.rotary_dim != model.head_dim,

@@ -1,4 +1,5 @@
-"""The command line: `generate` and `chat` run a model, `bench` measures it, `models` and `plugins` list what is known.
+"""The command line: `generate` and `chat` run a model, `bench` measures it, `roofline` says what a GPU allows, `models`
+and `plugins` list what is known.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
@@ -19,6 +20,7 @@ from tritonllm import __version__
 from tritonllm.cli.bench import bench_app
 from tritonllm.cli.listing import models, plugins
 from tritonllm.cli.model import chat, generate
+from tritonllm.cli.roofline import roofline
 from tritonllm.cli.terminal import say, show_warning
 from tritonllm.errors import TritonLLMError
 
@@ -29,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, models, plugins):
+for command in (generate, chat, models, plugins, roofline):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 
