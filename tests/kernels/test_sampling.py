@@ -14,7 +14,7 @@ from tritonllm.errors import KernelError
 from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log
 from tritonllm.kernels.reference import sampling as reference
-from tritonllm.kernels.sampling import pick_tokens, plan_pick_tokens, sample_tokens
+from tritonllm.kernels.sampling import merge_picks, pick_from_shard, pick_tokens, plan_pick_tokens, sample_tokens
 
 TINY = (0.0, 1e-45, 1e-38, 1e-10, 1e-6, MIN_TEMPERATURE.value, 1e-4, 1e-2)
 
@@ -196,6 +196,49 @@ def test_tiles_do_not_matter(device: torch.device) -> None:
             launch.run()
         assert torch.equal(thresholds, expected[0])
         assert out.tolist() == expected[1]
+
+
+@pytest.mark.parametrize("run", ["kernel", "reference"])
+def test_the_best_of_all_shards_is_the_token_of_the_whole(device: torch.device, run: str) -> None:
+    place = device if run == "kernel" else torch.device("cpu")
+    pick, shard, merge = (
+        (pick_tokens, pick_from_shard, merge_picks)
+        if run == "kernel"
+        else (reference.pick_tokens, reference.pick_from_shard, reference.merge_picks)
+    )
+    logits = torch.randn(7, 101, generator=generator(3)) * 2
+    logits[2] = logits[2].round()  # ties within shards and between them
+    logits[3] = 1.0
+    logits[4, 80] = logits[5, 2] = torch.nan
+    logits[6] = -torch.inf
+    logits = logits.to(place)
+    rows = Rows([1.0, 0.7, 0.0, 0.0, 1.0, 0.0, 1.0], [0] * 7, [1.0] * 7, place)
+    parameters = (rows.temperatures, rows.seeds, rows.positions)
+    expected = pick(logits, *parameters).tolist()
+    assert expected[3:] == [0, -1, -1, 0]
+    for length in (36, 52):
+        # The last is narrower than the others; columns behind it, which would win, belong to nobody.
+        parts = [shard(strided(logits[:, i : i + length], place), *parameters, i) for i in range(0, 101, length)]
+        scores, tokens = (torch.stack(values, dim=1) for values in zip(*parts, strict=True))
+        assert merge(scores, tokens).tolist() == expected
+        best = scores[0].argmax()
+        assert tokens[0, best] == expected[0]
+        noise = reference.gumbel_noise(rows.seeds[:1].cpu(), rows.positions[:1].cpu(), 101)[0]
+        assert scores[0, best].item() == pytest.approx((logits[0].cpu() + noise).max().item(), abs=1e-4)
+
+
+def test_shards_start_at_multiples_of_four(device: torch.device) -> None:
+    rows = Rows([1.0], [0], [1.0], device)
+    with pytest.raises(KernelError, match="first_id must be a multiple of 4, not 6"):
+        plan_pick_tokens(
+            torch.zeros(1, 8, device=device),
+            rows.temperatures,
+            rows.seeds,
+            rows.positions,
+            None,
+            torch.empty(1, dtype=torch.int32, device=device),
+            first_id=6,
+        )
 
 
 def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:

@@ -199,7 +199,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows that become padding keep their state on the device",
-        "tritonllm.engine.model_runner",
+        "tritonllm.engine.row_changes",
         "for row in plan.cleared_rows]",
         "for row in plan.cleared_rows[:0]]",
         DEVICE,

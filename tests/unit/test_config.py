@@ -190,11 +190,6 @@ def test_aliases() -> None:
         config(max_num_seqs=4, max_num_sequences=5)
 
 
-def test_more_ranks_are_refused_in_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"^world_size=2 is not supported yet[^.]*\.$"):
-        config(world_size=2)
-
-
 def test_lengths_must_fit_the_positions() -> None:
     assert config(max_position=64, max_model_length=64).max_model_length == 64
     with pytest.raises(ConfigError, match="max_model_length=65 is above max_position=64"):

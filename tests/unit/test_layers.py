@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,8 @@ from tritonllm.models.layers import (
     TPGroup,
     VocabEmbedding,
 )
-from tritonllm.models.linear import vocab_shard
 from tritonllm.models.tensor_parallel import TPGroup as Group
+from tritonllm.models.tensor_parallel import check_world_size, vocab_shard
 
 CONFIG = ModelConfig(
     vocab_size=50,
@@ -170,6 +172,21 @@ class TestShards:
     def test_what_does_not_divide_is_refused(self, count: int, size: int) -> None:
         with pytest.raises(ConfigError, match=f"num_heads = {count} cannot be split over world_size = {size}"):
             Group(0, size).split(count, "num_heads")
+
+    @pytest.mark.parametrize(
+        ("changes", "size", "message"),
+        [
+            ({}, 4, r"world_size=4 does not fit this model: num_heads=6 .* 4 ranks; use one of 1, 2\.$"),
+            ({}, 3, r"num_kv_heads=2 can neither be split over 3 ranks .*; use one of 1, 2\.$"),
+            ({"intermediate_size": 37}, 2, r"intermediate_size=37 .*; use one of 1\.$"),
+            ({}, 6, r"vocab_size=50 leaves a rank of 6 without tokens; use one of 1, 2\.$"),
+        ],
+    )
+    def test_valid_world_sizes_are_named(self, changes: dict[str, int], size: int, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            check_world_size(replace(CONFIG, **changes), size)
+        for valid in (1, 2):
+            check_world_size(CONFIG, valid)
 
     @pytest.mark.parametrize("vocab_size", [50, 512, 151_643, 151_936])
     @pytest.mark.parametrize("size", [1, 2, 4, 8])

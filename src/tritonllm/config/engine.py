@@ -135,12 +135,6 @@ def _unknown_key(key: object) -> str:
     return f"Unknown configuration key {key!r}: did you mean {meant!r}?"
 
 
-def refuse_tensor_parallelism(world_size: int) -> None:
-    """One rank is all this version runs; asking for more must not silently give one."""
-    if world_size > 1:
-        raise ConfigError(f"world_size={world_size} is not supported yet: tensor parallelism is missing, give 1.")
-
-
 def _checks_keywords(cls: type[_Config]) -> type[_Config]:
     """Let the generated `__init__` take aliases, and answer an unknown key with the closest valid one."""
     generated = cls.__init__
@@ -165,7 +159,8 @@ class EngineConfig:
 
     Attributes:
         model_name_or_path: Hugging Face id, local directory or `.gguf` file.
-        world_size: number of tensor-parallel ranks. Only 1 for now.
+        world_size: number of tensor-parallel ranks, one a GPU, on this host; must divide the model's heads and
+            `intermediate_size`, and divide its key-value heads or be a multiple of them.
         max_num_sequences: most requests decoded at once.
         max_num_batched_tokens: most tokens computed in one step (the scheduler's budget).
         max_num_batch_tokens: tokens of the warm-up run that measures peak memory; None means the budget.
@@ -231,7 +226,6 @@ class EngineConfig:
         if isinstance(self.eos, (list, set, frozenset)):
             object.__setattr__(self, "eos", tuple(self.eos))
         check_fields(self, _RULES, ConfigError)
-        refuse_tensor_parallelism(self.world_size)
         if self.max_position is not None and (self.max_model_length or 0) > self.max_position:
             raise ConfigError(
                 f"max_model_length={self.max_model_length} is above max_position={self.max_position}: "

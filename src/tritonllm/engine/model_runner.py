@@ -13,23 +13,24 @@ import torch
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.inputs import SamplingRows, StepInputs, decode_inputs, pack_row, prefill_inputs
+from tritonllm.engine.inputs import SamplingRows, StepInputs, decode_inputs, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
-from tritonllm.engine.plan import PrefillChunk, StepPlan, plan_of, prefill_chunk, row_update
+from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
+from tritonllm.engine.rank_process import RankEnd
+from tritonllm.engine.ranks import Ranks
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
-from tritonllm.engine.sequence import RowSampling, Sequence
-from tritonllm.engine.upload import upload
+from tritonllm.engine.row_changes import apply_row_changes
+from tritonllm.engine.sequence import Sequence
+from tritonllm.engine.token_choice import TokenChoice
+from tritonllm.engine.warm_up import warm_up_prefills
 from tritonllm.errors import EngineError
-from tritonllm.kernels.decode_attention import DecodeWorkspace, distinct_batches
-from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN, advance_rows, load_rows
+from tritonllm.kernels.decode_attention import DecodeWorkspace
+from tritonllm.kernels.decode_rows import HEADER, advance_rows, load_rows
 from tritonllm.kernels.launch import compiling_ahead
 from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.prefill_attention import PrefillTiling
-from tritonllm.kernels.sampling import pick_tokens, sample_tokens
 from tritonllm.models.attention_metadata import DecodeMetadata
-from tritonllm.models.decoder import DecoderLM
-from tritonllm.models.layers import LMHead
 from tritonllm.models.tensor_parallel import TPGroup
 
 
@@ -39,15 +40,25 @@ class ModelRunner:
     `launch(plan)` queues a step on the device and returns; `collect()` waits for the oldest launched step and returns
     its tokens. `run(seqs, is_prefill)` does both for sequences that the caller scheduled.
 
+    On rank 0 of a larger world it starts the other ranks, and `call(method, ...)` runs a method on all of them.
+
     Args:
         config: the engine's configuration.
         rank: this process among the tensor-parallel ranks.
-        event: signals of the other ranks; None in a world of one.
+        event: on another rank than 0, its group and the calls of rank 0.
         resolved: what `config` was resolved to, if the caller has done that.
+
+    Raises:
+        EngineError: another rank failed; with its traceback, and nothing is left of any rank.
     """
 
     def __init__(
-        self, config: EngineConfig, rank: int = 0, event: Any = None, *, resolved: ResolvedModel | None = None
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        event: RankEnd | None = None,
+        *,
+        resolved: ResolvedModel | None = None,
     ) -> None:
         self.resolved = resolved if resolved is not None else resolve_model(config)
         self.config = self.resolved.engine
@@ -56,12 +67,20 @@ class ModelRunner:
         self.dtype = getattr(torch, self.config.dtype)
         self.max_num_rows = self.config.max_num_sequences
         self.block_size = self.config.block_size
-        tp = TPGroup(rank, self.config.world_size)
-        model = self.resolved.config
-        heads = model.num_heads // tp.size
-        self.tiling = PrefillTiling.choose(heads, model.head_dim, self.dtype, self.block_size, self.device)
+        self._event = event
+        self.ranks = Ranks(self.resolved) if self.config.world_size > 1 and rank == 0 else None
+        if self.ranks is None:
+            self._start(event.group if event is not None else TPGroup())
+            return
+        with self.ranks.guarded(closing=True):
+            self._start(self.ranks.group)
+            self.ranks.wait_until_ready()
+
+    def _start(self, tp: TPGroup) -> None:
+        self.tp = tp
         with torch.inference_mode():
             self.model = build_model(self.resolved, tp)
+            self._choose = TokenChoice(self.model)
             self._make_state(tp)
         self._thread = threading.local()
         self._unread: deque[tuple[torch.Tensor, Any, StepPlan]] = deque()
@@ -75,19 +94,16 @@ class ModelRunner:
 
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
-        self.num_kv_heads = tp.split_kv_heads(model.num_kv_heads)[1]
+        num_heads, self.num_kv_heads = model.num_heads // tp.size, tp.split_kv_heads(model.num_kv_heads)[1]
+        self.tiling = PrefillTiling.choose(num_heads, model.head_dim, self.dtype, self.block_size, self.device)
         table_width = -(-(self.config.max_model_length or 1) // self.block_size)
         width = -(-(HEADER + table_width) // 16) * 16
         self._block_bytes = bytes_per_block(model, self.block_size, self.num_kv_heads, self.dtype)
         self.rows = torch.zeros(self.max_num_rows, width, dtype=torch.int32, device=self.device)
         self.sampled = torch.zeros(2 * self.max_num_rows, dtype=torch.int32, device=self.device)
         self.workspace = DecodeWorkspace.allocate(
-            self.max_num_rows, model.num_heads // tp.size, self.num_kv_heads, model.head_dim, self.device
+            self.max_num_rows, num_heads, self.num_kv_heads, model.head_dim, self.device
         )
-        # With a compute_logits of its own a model decides what a logit is, so its head is not bypassed.
-        self._head: LMHead | None = None
-        if isinstance(self.model, DecoderLM) and type(self.model).compute_logits is DecoderLM.compute_logits:
-            self._head = self.model.lm_head
 
     # ---- start-up ----
 
@@ -113,7 +129,9 @@ class ModelRunner:
 
     def _size_by_host_memory(self) -> None:
         wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
-        self.num_blocks = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes)
+        # The ranks share one host's memory.
+        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * self.tp.size)
+        self.num_blocks = self.tp.minimum(fitting)
         self.pool = self._new_pool(self.num_blocks)
 
     def _compile_ahead(self) -> None:
@@ -142,21 +160,10 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def _prefill_every_kernel(self) -> None:
-        length = min(self.config.max_model_length or 1, self.config.max_num_batched_tokens)
-        budget = min(self.config.warm_up_tokens, self.config.max_num_batched_tokens)
-        count = min(max(1, self.config.warm_up_tokens // length), max(1, budget // length), self.max_num_rows)
-        table = [0] * (-(-length // self.block_size))
-        sizes = [(1, 1, tile_rows) for tile_rows in self.tiling.all_rows]
-        most = min(self.max_num_rows, self.config.max_num_batched_tokens)  # prompts that can end in one step
-        batches = distinct_batches(most, self.num_kv_heads, self.workspace.num_sms)
-        sizes += [(1, batch, self.tiling.portable_rows) for batch in batches]
-        sizes.append((length, count, self.tiling.rows([length] * count)))
-        for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0)):
-            for chunk_length, chunk_count, tile_rows in sizes:
-                chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling)
-                inputs = prefill_inputs([chunk] * chunk_count, self.block_size, tile_rows, self.device)
-                inputs.attn.slot_mapping.fill_(-1)
-                self._prefill(inputs)
+        for chunks, tile_rows in warm_up_prefills(self.config, self.tiling, self.num_kv_heads, self.workspace.num_sms):
+            inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
+            inputs.attn.slot_mapping.fill_(-1)
+            self._prefill(inputs)
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""
@@ -164,7 +171,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         fitting = blocks_on_gpu(free, self.config.gpu_memory_utilization, activations, graphs, self._block_bytes)
-        self.num_blocks = min(fitting, self.config.max_cached_blocks or fitting)
+        self.num_blocks = self.tp.minimum(min(fitting, self.config.max_cached_blocks or fitting))
         self.pool = self._new_pool(self.num_blocks)
 
     def capture_cudagraph(self) -> None:
@@ -188,12 +195,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        """Queue a step: changed rows, then the decode rows, then the prompt chunks."""
-        self._apply_changes(plan)
+        """Queue a step of this rank: changed rows, then the decode rows, then the prompt chunks."""
+        if plan.zero_blocks:
+            self.pool.zero(torch.tensor(plan.zero_blocks, device=self.device))
+        apply_row_changes(plan, self.rows, self.sampled)
         if plan.num_decode_rows:
             self.graphs.run(plan.num_decode_rows, plan.plain_decode)
         if plan.chunks:
             self.prefill_graphs.run(plan.chunks)
+        if self.rank:
+            return  # every rank chose the same tokens; rank 0 reads them
         on_gpu = self.device.type == "cuda"
         host = torch.empty_like(self.sampled, device="cpu", pin_memory=on_gpu)
         host.copy_(self.sampled, non_blocking=True)
@@ -213,39 +224,11 @@ class ModelRunner:
         host, done, plan = self._unread.popleft()
         if done is not None:
             done.synchronize()
+        if self.ranks is not None:
+            self.ranks.require_alive()  # or the tokens may be anything
         num_sampled = sum(chunk.sample for chunk in plan.chunks)
         tokens = host.tolist()
         return tokens[: plan.num_decode_rows] + tokens[self.max_num_rows : self.max_num_rows + num_sampled]
-
-    def _apply_changes(self, plan: StepPlan) -> None:
-        """Write the rows that changed; host and device work grow with the changes, not with the batch."""
-        if plan.zero_blocks:
-            self.pool.zero(torch.tensor(plan.zero_blocks, device=self.device))
-        width = self.rows.shape[1]
-        cells = [(row * width + CONTEXT_LEN, 0) for row in plan.cleared_rows]
-        cells += [(row * width + HEADER + index, block_id) for row, index, block_id in plan.new_blocks]
-        updates = plan.row_updates
-        if not cells and not updates:
-            return
-        used = HEADER + max((len(update.block_table) for update in updates), default=0)
-        packed = [value for update in updates for value in pack_row(update, used)]
-        where, what, rows, sources, matrix = upload(
-            [
-                [cell for cell, _ in cells],
-                [value for _, value in cells],
-                [update.row for update in updates],
-                [update.token_source for update in updates],
-                packed,
-            ],
-            self.device,
-        )
-        if cells:
-            self.rows.view(-1).index_copy_(0, where.long(), what)
-        if updates:
-            matrix = matrix.view(len(updates), used)
-            on_device = self.sampled[sources.clamp(min=0).long()]
-            matrix[:, TOKEN] = torch.where(sources >= 0, on_device, matrix[:, TOKEN])
-            self.rows[:, :used].index_copy_(0, rows.long(), matrix)
 
     def _decode(self, num_rows: int, plain: bool) -> None:
         """One decode step of the first rows, from last tokens to next tokens; this is what a graph captures."""
@@ -271,20 +254,6 @@ class ModelRunner:
         tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.plain)
         self.sampled[self.max_num_rows : self.max_num_rows + len(tokens)].copy_(tokens)
 
-    def _choose(
-        self, hidden: torch.Tensor, sampling: SamplingRows, positions: torch.Tensor, plain: bool
-    ) -> torch.Tensor:
-        """The two ends of the forward pass: straight to tokens, or logits and then a choice among them.
-
-        The same token comes out where both apply. `positions` are those of the new tokens; they key the noise.
-        """
-        if plain and self._head is not None:
-            return self._head.pick_tokens(hidden, sampling.temperatures, sampling.seeds, positions)
-        logits = self.model.compute_logits(hidden)
-        if plain:
-            return pick_tokens(logits, sampling.temperatures, sampling.seeds, positions)
-        return sample_tokens(logits, sampling.temperatures, sampling.top_ks, sampling.top_ps, sampling.seeds, positions)
-
     # ---- for callers with a scheduler of their own ----
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
@@ -294,25 +263,26 @@ class ModelRunner:
             seqs: with block tables; for a prefill, tokens from `num_computed_tokens` on are computed.
             is_prefill: prompts, or one decode step.
         """
-        self.launch(plan_of(seqs, is_prefill, self.max_num_rows))
+        self.call("launch", plan_of(seqs, is_prefill, self.max_num_rows))
         return self.collect()
 
-    @torch.inference_mode()
     def prepare_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
         """Ids `[T]` of the tokens of `seqs` not computed yet; the metadata waits for `run_model` in this thread."""
-        chunks = [prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs]
-        tile_rows = self.tiling.rows([len(chunk.token_ids) for chunk in chunks])
-        self._thread.inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
-        return self._thread.inputs.input_ids
+        return self.call("_prepare", [prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs], [])
 
-    @torch.inference_mode()
     def prepare_decode(self, seqs: list[Sequence]) -> torch.Tensor:
         """Ids `[B]` of the last tokens of `seqs`; the metadata waits for `run_model` in this thread."""
-        updates = [row_update(seq, row) for row, seq in enumerate(seqs)]
-        self._thread.inputs = decode_inputs(updates, self.block_size, self.workspace, self.device)
-        return self._thread.inputs.input_ids
+        return self.call("_prepare", [], [row_update(seq, row) for row, seq in enumerate(seqs)])
 
     @torch.inference_mode()
+    def _prepare(self, chunks: list[PrefillChunk], updates: list[RowUpdate]) -> torch.Tensor:
+        if chunks:
+            tile_rows = self.tiling.rows([len(chunk.token_ids) for chunk in chunks])
+            self._thread.inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
+        else:
+            self._thread.inputs = decode_inputs(updates, self.block_size, self.workspace, self.device)
+        return self._thread.inputs.input_ids
+
     def run_model(self, input_ids: torch.Tensor, is_prefill: bool, all_positions: bool = False) -> torch.Tensor:
         """Logits of a step that `prepare_prefill` or `prepare_decode` prepared in this thread.
 
@@ -325,26 +295,55 @@ class ModelRunner:
             EngineError: nothing was prepared, or the other kind of step.
         """
         inputs: StepInputs | None = getattr(self._thread, "inputs", None)
-        self._thread.inputs = None
         if inputs is None or inputs.is_prefill != is_prefill:
+            self._thread.inputs = None
             raise EngineError("call prepare_prefill or prepare_decode, to match is_prefill, right before run_model")
-        hidden = self.model(input_ids, inputs.positions, self.pool.layers, inputs.attn)
-        if is_prefill and not all_positions:
+        return self.call("_logits", input_ids if self.ranks is None else input_ids.cpu(), all_positions)
+
+    @torch.inference_mode()
+    def _logits(self, input_ids: torch.Tensor, all_positions: bool) -> torch.Tensor:
+        inputs: StepInputs = self._thread.inputs
+        self._thread.inputs = None
+        hidden = self.model(input_ids.to(self.device), inputs.positions, self.pool.layers, inputs.attn)
+        if inputs.is_prefill and not all_positions:
             hidden = hidden.index_select(0, inputs.last_tokens)
         return self.model.compute_logits(hidden)
 
+    # ---- every rank ----
+
     def call(self, method: str, *args: Any) -> Any:
-        """Run a method of this class on every rank; the result is that of rank 0."""
-        return getattr(self, method)(*args)
+        """Run a method of this class on every rank; the result is that of rank 0.
+
+        Raises:
+            EngineError: another rank failed; with its traceback.
+        """
+        if self.ranks is None or method == "exit":  # which ends the other ranks itself
+            return getattr(self, method)(*args)
+        with self.ranks.guarded():
+            self.ranks.publish(method, args)
+            return getattr(self, method)(*args)
+
+    def loop(self) -> None:
+        """On another rank than 0: run what rank 0 calls, up to `exit`."""
+        if self._event is None:
+            raise EngineError("loop() runs on the ranks that an engine starts; call it on none of your own")
+        method = ""
+        while method != "exit":
+            method, args = self._event.receive()
+            getattr(self, method)(*args)
 
     def exit(self) -> None:
-        """Give back the model, the pool and the graphs. Calling it again does nothing."""
+        """Give back the model, the pool and the graphs, and end the other ranks. Calling it again does nothing."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graphs.reset()
         self.prefill_graphs.reset()
         self._unread.clear()
-        for name in ("model", "_head", "pool", "rows", "sampled", "workspace"):
+        for name in ("model", "_choose", "pool", "rows", "sampled", "workspace"):
             self.__dict__.pop(name, None)
+        if self.ranks is not None:
+            self.ranks.close()
+        else:
+            self.tp.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
 from tritonllm.kernels.tuning import named_tuning
 from tritonllm.models.protocol import CausalLM
-from tritonllm.models.tensor_parallel import TPGroup
+from tritonllm.models.tensor_parallel import TPGroup, check_world_size
 from tritonllm.registry import (
     checkpoint_key,
     default_registry,
@@ -65,8 +65,8 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     Raises:
         CheckpointError: there is no such checkpoint.
         UnknownModelError: no family serves it.
-        ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed; or
-            `TRITONLLM_TUNING` names a file that is no tuning table.
+        ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed or for more ranks
+            than the model or the machine allows; or `TRITONLLM_TUNING` names a file that is no tuning table.
     """
     named_tuning()  # a wrong one is refused now, not in the first step
     checkpoint, tokenizer = None, None
@@ -94,6 +94,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         generation_config=checkpoint.generation_config if checkpoint is not None else None,
         tokenizer_eos=getattr(tokenizer, "eos_token_id", None),
     )
+    check_world_size(model, config.world_size)
     device = _device(config)
     engine = config.replace(
         max_model_length=resolve_max_model_length(config, model),
@@ -130,6 +131,15 @@ def _refuse_misnamed(name: str, spec: ModelSpec, architectures: Sequence[str]) -
 
 
 def _device(config: EngineConfig) -> str:
+    device = _available_device(config)
+    if device == "cuda" and config.world_size > max(1, torch.cuda.device_count()):
+        raise ConfigError(
+            f"world_size={config.world_size} needs as many GPUs, but torch sees {torch.cuda.device_count()}: lower it."
+        )
+    return device
+
+
+def _available_device(config: EngineConfig) -> str:
     if config.device != "auto":
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device='cuda' was asked for, but torch sees no CUDA device; use device='cpu' or 'auto'")

@@ -9,6 +9,9 @@ and parameters: not on its neighbours, its place in the batch, the tiles, or ear
 
 Logits are taken to fp32; the score is rounded once. Each tile of a row names its best token, a second kernel the best
 of the tiles.
+
+A vocabulary may be split by columns: `pick_from_shard` names the best token of a part and its score, with the noise of
+the ids in the whole, and `merge_picks` the best of the parts. The token is that of `pick_tokens` on the whole row.
 """
 
 from __future__ import annotations
@@ -42,16 +45,18 @@ def _pick_kernel(
     positions_stride,
     vocab_size,
     TILE: tl.constexpr,
+    FIRST_ID: tl.constexpr,
     HARDWARE_LOG: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Best score of a tile and the lowest id that has it; id -1 if the tile holds NaN."""
+    """Best score of a tile and the lowest id that has it, column 0 being FIRST_ID; id -1 if the tile holds NaN."""
     start_after_previous(PDL)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row * temperatures_stride)
-    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    kept = token < vocab_size
-    x = tl.load(logits_ptr + row * logits_stride + token, mask=kept, other=float("-inf")).to(tl.float32)
+    column = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    token = FIRST_ID + column
+    kept = column < vocab_size
+    x = tl.load(logits_ptr + row * logits_stride + column, mask=kept, other=float("-inf")).to(tl.float32)
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     kept = kept & (x == x)
     draws = temperature >= MIN_TEMPERATURE
@@ -63,7 +68,7 @@ def _pick_kernel(
         seed_low = tl.load(seeds_ptr + row * seeds_stride)
         seed_high = tl.load(seeds_ptr + row * seeds_stride + seeds_word_stride)
         position = tl.load(positions_ptr + row * positions_stride)
-        noise = gumbel_tile(seed_low, seed_high, position, tile * TILE, TILE, HARDWARE_LOG)
+        noise = gumbel_tile(seed_low, seed_high, position, FIRST_ID + tile * TILE, TILE, HARDWARE_LOG)
         score = perturb(x, temperature, noise)
     best = tl.max(tl.where(kept, score, float("-inf")), axis=0)
     winner = tl.min(tl.where(kept & (score == best), token, _NO_TOKEN), axis=0)
@@ -72,15 +77,18 @@ def _pick_kernel(
 
 
 @triton.jit
-def _merge_kernel(best_ptr, token_ptr, out_ptr, tiles, TILES: tl.constexpr, PDL: tl.constexpr):
-    """The best of a row's tiles: the lowest id at the highest score, or -1 if a tile says so."""
+def _merge_kernel(best_ptr, token_ptr, out_ptr, score_ptr, tiles, TILES: tl.constexpr, PDL: tl.constexpr):
+    """The best of a row's tiles: the lowest id at the highest score, or -1 if a tile says so; and that score."""
     start_after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, TILES)
     best = tl.load(best_ptr + row * tiles + lane, mask=lane < tiles, other=float("-inf"))  # [TILES]
     token = tl.load(token_ptr + row * tiles + lane, mask=lane < tiles, other=_NO_TOKEN)
-    winner = tl.min(tl.where(best == tl.max(best, axis=0), token, _NO_TOKEN), axis=0)
+    score = tl.max(best, axis=0)
+    winner = tl.min(tl.where(best == score, token, _NO_TOKEN), axis=0)
     tl.store(out_ptr + row, tl.where(tl.min(token, axis=0) < 0, -1, winner))
+    if score_ptr is not None:
+        tl.store(score_ptr + row, score)
 
 
 def plan_pick_tokens(
@@ -92,14 +100,18 @@ def plan_pick_tokens(
     out: torch.Tensor,
     tile: int = TILE,
     *,
+    scores: torch.Tensor | None = None,
+    first_id: int = 0,
     hardware_log: bool | None = None,
 ) -> list[Launch]:
     """Plan of `pick_tokens` into out int32 [B], with scratch of its own; the result does not depend on the tile.
 
     With thresholds, contiguous fp32 [B], only tokens with a logit at or above that of their row take part.
-    `hardware_log` defaults to whether the logits' device has it.
+    Into scores, fp32 [B], goes what the tokens won with. Column 0 is token `first_id`, a multiple of 4. `hardware_log`
+    defaults to whether the logits' device has it.
     """
     op = "pick_tokens"
+    check(first_id >= 0 and first_id % 4 == 0, op, lambda: f"first_id must be a multiple of 4, not {first_id}")
     check_logits(op, logits)
     batch, vocab_size = logits.shape
     check_column(op, "temperatures", temperatures, torch.float32, (batch,))
@@ -135,19 +147,39 @@ def plan_pick_tokens(
         },
         constexprs={
             "TILE": tile,
+            "FIRST_ID": first_id,
             "HARDWARE_LOG": has_hardware_log(logits.device) if hardware_log is None else hardware_log,
             "PDL": supports_pdl(logits.device),
         },
         options={"num_warps": 8, **pdl_options(logits.device)},
     )
-    merge = Launch(
+    return [pick, _plan_merge(best, token, out, scores, lanes)]
+
+
+def _plan_merge(
+    best: torch.Tensor, token: torch.Tensor, out: torch.Tensor, scores: torch.Tensor | None, lanes: int
+) -> Launch:
+    return Launch(
         kernel=_merge_kernel,
-        grid=(batch,),
-        args={"best_ptr": best, "token_ptr": token, "out_ptr": out, "tiles": tiles},
-        constexprs={"TILES": lanes, "PDL": supports_pdl(logits.device)},
-        options={"num_warps": 1, **pdl_options(logits.device)},
+        grid=(best.shape[0],),
+        args={"best_ptr": best, "token_ptr": token, "out_ptr": out, "score_ptr": scores, "tiles": best.shape[1]},
+        constexprs={"TILES": lanes, "PDL": supports_pdl(best.device)},
+        options={"num_warps": 1, **pdl_options(best.device)},
     )
-    return [pick, merge]
+
+
+def plan_merge_picks(scores: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Plan of `merge_picks` into out int32 [B]."""
+    op = "merge_picks"
+    batch, parts = scores.shape
+    check_column(op, "scores", scores, torch.float32, (batch, parts))
+    check_column(op, "tokens", tokens, torch.int32, (batch, parts))
+    check(
+        scores.is_contiguous() and tokens.is_contiguous(),
+        op,
+        lambda: f"scores and tokens must be contiguous, not of strides {scores.stride()} and {tokens.stride()}",
+    )
+    return _plan_merge(scores, tokens, out, None, triton.next_power_of_2(parts))
 
 
 def _pick(
@@ -183,6 +215,50 @@ def pick_tokens(
     if not runs_kernel(logits):
         return reference.pick_tokens(logits, temperatures, seeds, positions)
     return _pick(logits, temperatures, seeds, positions, None)
+
+
+def pick_from_shard(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`pick_tokens` over the part of a vocabulary whose first token is `first_id`.
+
+    Args:
+        logits, temperatures, seeds, positions: as for `pick_tokens`; V is the size of the part, at least 1.
+        first_id: a multiple of 4, since one call of the noise serves four ids.
+
+    Returns:
+        `(scores, tokens)`, fp32 and int32 [B], as `merge_picks` takes them: tokens are ids of the whole vocabulary, -1
+        for a row that holds NaN.
+
+    Raises:
+        KernelError: shapes, dtypes, strides or `first_id` do not fit.
+    """
+    if not runs_kernel(logits):
+        return reference.pick_from_shard(logits, temperatures, seeds, positions, first_id)
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    scores = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    for launch in plan_pick_tokens(logits, temperatures, seeds, positions, None, out, scores=scores, first_id=first_id):
+        launch.run()
+    return scores, out
+
+
+def merge_picks(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The token that wins over all parts of a vocabulary: the lowest id of those with the highest score.
+
+    Args:
+        scores, tokens: contiguous fp32 and int32 [B, parts], what `pick_from_shard` gave for each part.
+
+    Returns:
+        int32 [B]: token ids, -1 for a row of which a part holds NaN.
+
+    Raises:
+        KernelError: shapes, dtypes or strides do not fit.
+    """
+    if not runs_kernel(scores):
+        return reference.merge_picks(scores, tokens)
+    out = torch.empty(scores.shape[0], dtype=torch.int32, device=scores.device)
+    plan_merge_picks(scores, tokens, out).run()
+    return out
 
 
 def sample_tokens(

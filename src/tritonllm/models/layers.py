@@ -18,7 +18,7 @@ from tritonllm.kernels.fused_decode_attention import fused_decode_attention
 from tritonllm.kernels.hopper_linear import hopper_linear, hopper_linear_parts
 from tritonllm.kernels.norm import add_rms_norm, rms_norm
 from tritonllm.kernels.rope_store import rope_store_kv
-from tritonllm.kernels.sampling import pick_tokens
+from tritonllm.kernels.sampling import merge_picks, pick_from_shard, pick_tokens
 from tritonllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
 from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tritonllm.models.linear import (
@@ -212,7 +212,14 @@ class LMHead(VocabMatrix):
     """Hidden states to logits, and hidden states to tokens; with tied embeddings it shares their parameter."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden `[N, hidden_size]` to logits `[N, this rank's part of the vocabulary]` in the model's dtype."""
+        """hidden `[N, hidden_size]` to logits `[N, vocab_size]` in the model's dtype, the same on every rank."""
+        logits = self.shard_logits(hidden)
+        if self.tp.size == 1:
+            return logits
+        return self.tp.all_gather(logits).transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+    def shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden `[N, hidden_size]` to logits `[N, rows of this rank's weight]`; those of padding mean nothing."""
         if 0 < hidden.shape[0] <= MAX_ROWS:
             return skinny_linear(hidden, self.weight)
         return F.linear(hidden, self.weight)
@@ -223,6 +230,12 @@ class LMHead(VocabMatrix):
         """The token end of the forward pass, for rows that are greedy or use plain temperature.
 
         The point where the matrix product and the choice may be fused; the token is the one that `forward` followed by
-        the sampler gives. int32 `[N]`.
+        the sampler gives. int32 `[N]`, the same on every rank. Ranks exchange a score and an id a row, not logits.
         """
-        return pick_tokens(self(hidden), temperatures, seeds, positions)
+        logits = self.shard_logits(hidden)
+        if self.tp.size == 1:
+            return pick_tokens(logits, temperatures, seeds, positions)
+        scores, tokens = pick_from_shard(logits[:, : self.num_held], temperatures, seeds, positions, self.start)
+        pairs = self.tp.all_gather(torch.stack([scores.view(torch.int32), tokens]))  # [ranks, 2, N]
+        scores, tokens = pairs.permute(1, 2, 0).contiguous()
+        return merge_picks(scores.view(torch.float32), tokens)

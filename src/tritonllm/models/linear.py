@@ -11,7 +11,7 @@ from torch import nn
 
 from tritonllm.errors import CheckpointError
 from tritonllm.models.parameters import CheckpointTensor
-from tritonllm.models.tensor_parallel import TPGroup
+from tritonllm.models.tensor_parallel import TPGroup, vocab_shard
 
 
 def copy_checked(target: torch.Tensor, source: torch.Tensor, expected: Sequence[int], what: str, part: slice) -> None:
@@ -136,20 +136,13 @@ class RowLinear(nn.Module):
         copy_checked(self.weight.T, tensor.T, (self.in_features, out_features), leaf, columns)
 
 
-def vocab_shard(vocab_size: int, tp: TPGroup) -> tuple[int, int]:
-    """`(start, length)` of this rank's rows of a vocabulary matrix.
-
-    Over several ranks every shard starts at a multiple of 4 (one noise call of the sampler feeds four ids) and the
-    last may be padded.
-    """
-    if tp.size == 1:
-        return 0, vocab_size
-    length = -(-vocab_size // (4 * tp.size)) * 4
-    return tp.rank * length, length
-
-
 class VocabMatrix(nn.Module):
-    """A `[vocab_size, hidden_size]` matrix split by rows over the ranks; padding rows are zero."""
+    """A `[vocab_size, hidden_size]` matrix split by rows over the ranks; padding rows are zero.
+
+    Attributes:
+        start: first token of this rank.
+        num_held: tokens of this rank, the first rows of its weight.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -157,6 +150,7 @@ class VocabMatrix(nn.Module):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.start, length = vocab_shard(vocab_size, tp)
+        self.num_held = max(0, min(length, vocab_size - self.start))  # the rest is padding
         self.tied = weight is not None
         self.weight = weight if weight is not None else nn.Parameter(torch.zeros(length, hidden_size), False)
 
@@ -165,6 +159,5 @@ class VocabMatrix(nn.Module):
             yield CheckpointTensor("weight", None, (self.vocab_size, self.hidden_size))
 
     def load_tensor(self, leaf: str, slot: str | None, tensor: torch.Tensor) -> None:
-        stop = min(self.start + self.weight.shape[0], self.vocab_size)
-        rows = slice(self.start, stop)
-        copy_checked(self.weight[: stop - self.start], tensor, (self.vocab_size, self.hidden_size), leaf, rows)
+        rows = slice(self.start, self.start + self.num_held)
+        copy_checked(self.weight[: self.num_held], tensor, (self.vocab_size, self.hidden_size), leaf, rows)

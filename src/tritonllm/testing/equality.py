@@ -127,6 +127,7 @@ register_way("all in one batch, eager")(_way(enforce_eager=True))
 for _size in (1, 7, 64, 256):
     register_way(f"chunks of {_size}")(_way(max_num_batched_tokens=_size))
 register_way("blocks of 1")(_way(block_size=1, max_cached_blocks=None))
+register_way("two ranks", on_request=True)(_way(world_size=2))
 
 
 @register_way("one after another in one engine")

@@ -28,9 +28,12 @@ def philox(counter: list[torch.Tensor], key: tuple[torch.Tensor, torch.Tensor], 
     return [c0, c1, c2, c3]
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Noise fp32 [B, V] for seeds int32 [B, 2] (low and high word) and positions int32 [B]."""
-    quads = torch.arange((vocab_size + 3) // 4, device=seeds.device).expand(len(seeds), -1)
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
+    """Noise fp32 [B, V] of the ids from first_id on.
+
+    For seeds int32 [B, 2] (low and high word) and positions int32 [B].
+    """
+    quads = (first_id // 4 + torch.arange((vocab_size + 3) // 4, device=seeds.device)).expand(len(seeds), -1)
     zeros = torch.zeros_like(quads)
     low, high = (seeds.long() & _WORD).split(1, dim=1)
     words = philox([quads, zeros + (positions.long() & _WORD)[:, None], zeros, zeros], (low, high), PHILOX_ROUNDS.value)
@@ -77,25 +80,40 @@ def _pick(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     thresholds: torch.Tensor | None,
-) -> torch.Tensor:
+    first_id: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits.float()
     random = (temperatures >= MIN_TEMPERATURE.value).nonzero()[:, 0]
     if len(random):
-        noise = gumbel_noise(seeds[random], positions[random], logits.shape[1])
+        noise = gumbel_noise(seeds[random], positions[random], logits.shape[1], first_id)
         drawn = scores[random] + temperatures[random, None].clamp(max=MAX_TEMPERATURE.value) * noise
         if thresholds is not None:
             # Not "below": a threshold that is NaN keeps nothing, and the NaN itself has to survive as a score.
             drawn = torch.where(scores[random] < thresholds[random, None], -torch.inf, drawn)
         scores = scores.index_copy(0, random, drawn)
     best, tokens = scores.max(dim=1)  # the first of equal maxima; NaN if there is one
-    return torch.where(best.isnan(), -1, tokens).int()
+    return best, torch.where(best.isnan(), -1, first_id + tokens).int()
 
 
 def pick_tokens(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Reference of `tritonllm.kernels.sampling.pick_tokens`."""
-    return _pick(logits, temperatures, seeds, positions, None)
+    return _pick(logits, temperatures, seeds, positions, None)[1]
+
+
+def pick_from_shard(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `tritonllm.kernels.sampling.pick_from_shard`; the score of a row with NaN is NaN."""
+    return _pick(logits, temperatures, seeds, positions, None, first_id)
+
+
+def merge_picks(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Reference of `tritonllm.kernels.sampling.merge_picks`."""
+    best = scores.amax(dim=1, keepdim=True)
+    winners = torch.where(scores == best, tokens, torch.iinfo(torch.int32).max).amin(dim=1)
+    return torch.where((tokens < 0).any(dim=1), -1, winners).int()
 
 
 def sample_tokens(
@@ -108,4 +126,4 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Reference of `tritonllm.kernels.sampling.sample_tokens`."""
     thresholds = kept_threshold(logits, temperatures, top_ks, top_ps)
-    return _pick(logits, temperatures, seeds, positions, thresholds)
+    return _pick(logits, temperatures, seeds, positions, thresholds)[1]

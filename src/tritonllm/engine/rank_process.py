@@ -1,0 +1,100 @@
+"""What runs in the process of a rank other than 0. Nothing heavy is imported before errors can be reported."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from tritonllm.engine.rank_channel import ChannelReader
+
+if TYPE_CHECKING:
+    from tritonllm.models.tensor_parallel import TPGroup
+
+NO_MAIN_GUARD = 87
+"""Exit code of a rank in which the user's script, imported anew, makes an engine again."""
+
+
+@dataclass(frozen=True)
+class RankArguments:
+    """All that a rank is told.
+
+    Attributes:
+        rank, size: its place.
+        port: of rank 0's store, on this host.
+        segment, events: its end of the channel.
+        resolved: a pickled `ResolvedModel`: a rank resolves no name and discovers no plugin.
+        device_index: its GPU.
+        num_threads: of torch on a CPU.
+    """
+
+    rank: int
+    size: int
+    port: int
+    segment: str
+    events: Connection
+    resolved: bytes
+    device_index: int
+    num_threads: int
+
+
+class RankEnd:
+    """What a `ModelRunner` of another rank than 0 is given: its group, and the calls of rank 0."""
+
+    def __init__(self, group: TPGroup, channel: ChannelReader) -> None:
+        self.group = group
+        self.receive = channel.receive
+
+
+def rank_main(arguments: RankArguments, reports: Connection) -> None:
+    """Connect, load, serve the calls of rank 0, leave.
+
+    Reports `("here", None)` once everything is imported, `("ready", None)` once the model is loaded, or
+    `("failed", (time, traceback))`; then the process ends. It also ends with rank 0's.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _serve(arguments, reports)
+    except BaseException:
+        reports.send(("failed", (time.monotonic(), traceback.format_exc())))
+        reports.close()
+        # Without waiting for peers that may never answer: closed connections tell them.
+        os._exit(1)
+
+
+def _serve(arguments: RankArguments, reports: Connection) -> None:
+    import torch
+
+    from tritonllm.engine.model_runner import ModelRunner
+    from tritonllm.models.collectives import DistributedGroup
+
+    channel = ChannelReader(arguments.segment, arguments.events)
+    resolved: Any = pickle.loads(arguments.resolved)
+    reports.send(("here", None))
+    device = torch.device("cpu")
+    if resolved.engine.device == "cuda":
+        device = torch.device("cuda", arguments.device_index)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(arguments.num_threads)
+    store = torch.distributed.TCPStore("127.0.0.1", arguments.port, is_master=False)
+    group = DistributedGroup.connect(arguments.rank, arguments.size, store, device)
+    runner = ModelRunner(resolved.engine, arguments.rank, RankEnd(group, channel), resolved=resolved)
+    reports.send(("ready", None))
+    runner.loop()
+    channel.close()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,37 @@
+"""The prompts that a start runs so that nothing compiles, and memory is measured, before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tritonllm.config import EngineConfig
+from tritonllm.engine.plan import PrefillChunk
+from tritonllm.engine.sequence import RowSampling
+from tritonllm.kernels.decode_attention import distinct_batches
+from tritonllm.kernels.prefill_attention import PrefillTiling
+
+
+def warm_up_prefills(
+    config: EngineConfig, tiling: PrefillTiling, num_kv_heads: int, num_sms: int
+) -> Iterator[tuple[list[PrefillChunk], int]]:
+    """Prompt chunks of one step each, with the rows of their tiles, plain and filtered.
+
+    The largest are `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget. Before them come
+    prompts of one token, as many at once as make every difference to a kernel.
+
+    Args:
+        num_kv_heads, num_sms: of this rank and its device, as the decode attention of last tokens knows them.
+    """
+    length = min(config.max_model_length or 1, config.max_num_batched_tokens)
+    budget = min(config.warm_up_tokens, config.max_num_batched_tokens)
+    max_num_rows = config.max_num_sequences
+    count = min(max(1, config.warm_up_tokens // length), max(1, budget // length), max_num_rows)
+    table = [0] * (-(-length // config.block_size))
+    sizes = [(1, 1, tile_rows) for tile_rows in tiling.all_rows]
+    most = min(max_num_rows, config.max_num_batched_tokens)  # prompts that can end in one step
+    sizes += [(1, batch, tiling.portable_rows) for batch in distinct_batches(most, num_kv_heads, num_sms)]
+    sizes.append((length, count, tiling.rows([length] * count)))
+    for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0)):
+        for chunk_length, chunk_count, tile_rows in sizes:
+            chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling)
+            yield [chunk] * chunk_count, tile_rows

@@ -1,0 +1,27 @@
+"""Models that fail on one rank, for `test_ranks.py`; ranks import them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tritonllm.models.llama import LlamaForCausalLM
+
+BAD_TOKEN = 13
+
+
+class FailsToLoad(LlamaForCausalLM):
+    def __init__(self, config: Any, tp: Any) -> None:
+        if tp.rank == 1:
+            raise RuntimeError("this rank cannot load")
+        super().__init__(config, tp)
+
+
+class FailsInStep(LlamaForCausalLM):
+    def __init__(self, config: Any, tp: Any) -> None:
+        super().__init__(config, tp)
+        self.rank = tp.rank
+
+    def forward(self, input_ids: Any, *others: Any) -> Any:
+        if self.rank == 1 and (input_ids == BAD_TOKEN).any():
+            raise RuntimeError("this rank cannot go on")
+        return super().forward(input_ids, *others)

@@ -1,0 +1,91 @@
+"""Several ranks compute what one computes: logits, greedy tokens, draws; chunked, preempted, from real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tritonllm import LLMEngine, SamplingParams, Sequence
+from tritonllm.errors import ConfigError
+from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
+
+PROMPTS = [list(range(40, 77)), [5, 6, 7], list(range(300, 333)), list(range(40, 70)), [9] * 20]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1, top_k=20, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True),
+]
+"""Greedy, plain temperature, and one that needs whole logits; the prompts do not fit the pool all at once."""
+
+LIMITS = {
+    "device": "cpu",
+    "block_size": 8,
+    "max_model_length": 64,
+    "max_num_sequences": 4,
+    "max_num_batched_tokens": 24,
+    "max_cached_blocks": 16,
+}
+
+
+def logits_of(engine: LLMEngine) -> torch.Tensor:
+    """Of a prompt at all positions, and of one decode step after it."""
+    seq = Sequence(PROMPTS[0], PARAMS[0], block_size=8)
+    seq.block_table = [3, 1, 4, 5, 9, 2]
+    runner = engine.runner
+    prompt = runner.run_model(runner.prepare_prefill([seq]), is_prefill=True, all_positions=True)
+    seq.num_computed_tokens = len(seq)
+    seq.append_token(8)
+    return torch.cat([prompt, runner.run_model(runner.prepare_decode([seq]), is_prefill=False)])
+
+
+CASES = [
+    pytest.param("llama", "4/2x32", {}, 2, id="llama"),
+    pytest.param("qwen3", "9/3x64", {"tie_word_embeddings": True, "vocab_size": 509}, 3, id="qwen3 of 509 ids, tied"),
+    *(
+        pytest.param(*case, id=name, marks=pytest.mark.slow)
+        for name, case in {
+            "llama, tied": ("llama", "4/2x32", {"tie_word_embeddings": True}, 2),
+            "llama in three": ("llama", "9/3x64", {}, 3),
+            "llama with biases": ("llama", "4/2x32", {"attention_bias": True, "mlp_bias": True}, 2),
+            "qwen3, one key head for two ranks": ("qwen3", "8/1x80", {}, 2),
+            "qwen2, key heads on two of four ranks each": ("qwen2", "12/2x64", {"vocab_size": 509}, 4),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "heads", "fields", "world_size"), CASES)
+@pytest.mark.usefixtures("_one_thread")
+def test_any_number_of_ranks_gives_the_same(tmp_path, family: str, heads: str, fields: dict, world_size: int) -> None:
+    save_tiny_checkpoint(tiny_hf_config(family, heads=heads, **fields), tmp_path / "tiny", tokenizer=False)
+    results = []
+    for size in (1, world_size):
+        with LLMEngine(str(tmp_path / "tiny"), world_size=size, **LIMITS) as engine:
+            assert engine.config.max_cached_blocks == 16
+            tokens = engine.generate(PROMPTS, PARAMS)["token_ids"]
+            assert engine.stats()["preemptions"] > 0
+            results.append((tokens, logits_of(engine)))
+    (expected, expected_logits), (found, found_logits) = results
+    assert found_logits.shape == (len(PROMPTS[0]) + 1, fields.get("vocab_size", 512))
+    torch.testing.assert_close(found_logits, expected_logits, atol=1e-5, rtol=1e-5)
+    assert found == expected
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_nan_on_one_shard_fails_the_request(tmp_path) -> None:
+    model = save_tiny_checkpoint(tiny_hf_config("llama"), tmp_path / "tiny", tokenizer=False)
+    with torch.no_grad():
+        model.lm_head.weight[400] = torch.nan
+    model.save_pretrained(tmp_path / "tiny")
+    with LLMEngine(str(tmp_path / "tiny"), world_size=2, **LIMITS) as engine:
+        head = engine.runner.model.lm_head
+        assert (head.start, head.num_held) == (0, 256)
+        assert not head.weight.isnan().any()  # rank 0 cannot know
+        assert engine.generate(PROMPTS[:3], PARAMS[:3])["finish_reason"] == ["error"] * 3
+
+
+def test_heads_that_cannot_be_split_are_refused(llama: str) -> None:
+    with pytest.raises(ConfigError, match=r"world_size=3 .* num_heads=4 .* use one of 1, 2, 4\.$"):
+        LLMEngine(llama, world_size=3, device="cpu")
