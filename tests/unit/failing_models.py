@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tritonllm.models.llama import LlamaForCausalLM
@@ -14,6 +16,24 @@ class FailsToLoad(LlamaForCausalLM):
         if tp.rank == 1:
             raise RuntimeError("this rank cannot load")
         super().__init__(config, tp)
+
+
+class FailsWhileRank0Loads(FailsToLoad):
+    """Rank 0 needs half a minute to load."""
+
+    def __init__(self, config: Any, tp: Any) -> None:
+        super().__init__(config, tp)
+        for module in self.modules():
+            if hasattr(module, "load_tensor"):
+                module.load_tensor = _slowed(module.load_tensor)
+
+
+def _slowed(load: Callable[..., None]) -> Callable[..., None]:
+    def slow(*args: Any) -> None:
+        time.sleep(4)
+        load(*args)
+
+    return slow
 
 
 class FailsInStep(LlamaForCausalLM):

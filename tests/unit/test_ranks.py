@@ -143,6 +143,14 @@ def test_an_error_before_the_first_step_too(model: str, error: str) -> None:
 
 
 @pytest.mark.slow
+def test_rank_0_does_not_finish_loading_first() -> None:
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="RuntimeError: this rank cannot load"):
+        runner_of("failing_models:FailsWhileRank0Loads")
+    assert time.monotonic() - start < 15  # the whole start
+
+
+@pytest.mark.slow
 def test_an_error_of_every_rank_is_raised_as_it_is(tmp_path: Path) -> None:
     from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 

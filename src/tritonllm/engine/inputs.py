@@ -13,7 +13,7 @@ from tritonllm.engine.sequence import RowSampling
 from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device, upload
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
-from tritonllm.kernels.prefill_attention import prefill_tiles
+from tritonllm.kernels.prefill_attention import PrefillTiling, prefill_tiles
 from tritonllm.models.attention_metadata import (
     AttentionMetadata,
     DecodeMetadata,
@@ -224,6 +224,13 @@ def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, 
     """Inputs of prompt chunks, at least one, in tiles of `tile_rows` query rows."""
     layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows)
     return layout.inputs(to_device(layout.pack(chunks, block_size), device), are_plain(chunks))
+
+
+def chunk_inputs(
+    chunks: list[PrefillChunk], block_size: int, tiling: PrefillTiling, device: torch.device
+) -> StepInputs:
+    """Inputs of prompt chunks, at least one, in tiles that suit their lengths."""
+    return prefill_inputs(chunks, block_size, tiling.rows([len(chunk.token_ids) for chunk in chunks]), device)
 
 
 def decode_inputs(

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.inputs import SamplingRows, StepInputs, decode_inputs, prefill_inputs
+from tritonllm.engine.inputs import SamplingRows, StepInputs, chunk_inputs, decode_inputs, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
-from tritonllm.engine.rank_process import RankEnd
-from tritonllm.engine.ranks import Ranks
+from tritonllm.engine.rank_process import Rank0
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.row_changes import apply_row_changes
 from tritonllm.engine.sequence import Sequence
@@ -32,6 +31,9 @@ from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
+
+if TYPE_CHECKING:
+    from tritonllm.engine.ranks import Ranks
 
 
 class ModelRunner:
@@ -53,12 +55,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        rank: int = 0,
-        event: RankEnd | None = None,
-        *,
-        resolved: ResolvedModel | None = None,
+        self, config: EngineConfig, rank: int = 0, event: Rank0 | None = None, *, resolved: ResolvedModel | None = None
     ) -> None:
         self.resolved = resolved if resolved is not None else resolve_model(config)
         self.config = self.resolved.engine
@@ -68,10 +65,13 @@ class ModelRunner:
         self.max_num_rows = self.config.max_num_sequences
         self.block_size = self.config.block_size
         self._event = event
-        self.ranks = Ranks(self.resolved) if self.config.world_size > 1 and rank == 0 else None
-        if self.ranks is None:
+        self.ranks: Ranks | None = None
+        if rank or self.config.world_size == 1:
             self._start(event.group if event is not None else TPGroup())
             return
+        from tritonllm.engine.ranks import Ranks  # one rank needs no torch.distributed
+
+        self.ranks = Ranks(self.resolved)
         with self.ranks.guarded(closing=True):
             self._start(self.ranks.group)
             self.ranks.wait_until_ready()
@@ -89,8 +89,12 @@ class ModelRunner:
         self.num_blocks = 0
         if self.device.type == "cuda":
             self._size_by_measuring()
-        else:
-            self._size_by_host_memory()
+            return
+        wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
+        # The ranks share one host's memory.
+        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * tp.size)
+        self.num_blocks = tp.minimum(fitting)
+        self.pool = self._new_pool(self.num_blocks)
 
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
@@ -126,13 +130,6 @@ class ModelRunner:
                 self._decode_every_size()
             else:
                 self.capture_cudagraph()
-
-    def _size_by_host_memory(self) -> None:
-        wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
-        # The ranks share one host's memory.
-        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * self.tp.size)
-        self.num_blocks = self.tp.minimum(fitting)
-        self.pool = self._new_pool(self.num_blocks)
 
     def _compile_ahead(self) -> None:
         """Compile side by side what the rest of the start would compile one by one."""
@@ -222,10 +219,10 @@ class ModelRunner:
         if not self._unread:
             raise EngineError("collect() was called without a launched step; call launch(plan) first")
         host, done, plan = self._unread.popleft()
-        if done is not None:
-            done.synchronize()
         if self.ranks is not None:
-            self.ranks.require_alive()  # or the tokens may be anything
+            self.ranks.wait(done)
+        elif done is not None:
+            done.synchronize()
         num_sampled = sum(chunk.sample for chunk in plan.chunks)
         tokens = host.tolist()
         return tokens[: plan.num_decode_rows] + tokens[self.max_num_rows : self.max_num_rows + num_sampled]
@@ -268,17 +265,17 @@ class ModelRunner:
 
     def prepare_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
         """Ids `[T]` of the tokens of `seqs` not computed yet; the metadata waits for `run_model` in this thread."""
-        return self.call("_prepare", [prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs], [])
+        return self._prepare([prefill_chunk(seq, len(seq) - seq.num_computed_tokens) for seq in seqs], [])
 
     def prepare_decode(self, seqs: list[Sequence]) -> torch.Tensor:
         """Ids `[B]` of the last tokens of `seqs`; the metadata waits for `run_model` in this thread."""
-        return self.call("_prepare", [], [row_update(seq, row) for row, seq in enumerate(seqs)])
+        return self._prepare([], [row_update(seq, row) for row, seq in enumerate(seqs)])
 
     @torch.inference_mode()
     def _prepare(self, chunks: list[PrefillChunk], updates: list[RowUpdate]) -> torch.Tensor:
+        self._thread.prepared = chunks, updates
         if chunks:
-            tile_rows = self.tiling.rows([len(chunk.token_ids) for chunk in chunks])
-            self._thread.inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
+            self._thread.inputs = chunk_inputs(chunks, self.block_size, self.tiling, self.device)
         else:
             self._thread.inputs = decode_inputs(updates, self.block_size, self.workspace, self.device)
         return self._thread.inputs.input_ids
@@ -298,10 +295,15 @@ class ModelRunner:
         if inputs is None or inputs.is_prefill != is_prefill:
             self._thread.inputs = None
             raise EngineError("call prepare_prefill or prepare_decode, to match is_prefill, right before run_model")
-        return self.call("_logits", input_ids if self.ranks is None else input_ids.cpu(), all_positions)
+        ids = input_ids if self.ranks is None else input_ids.cpu()
+        return self.call("_logits", ids, all_positions, *self._thread.prepared)
 
     @torch.inference_mode()
-    def _logits(self, input_ids: torch.Tensor, all_positions: bool) -> torch.Tensor:
+    def _logits(
+        self, input_ids: torch.Tensor, all_positions: bool, chunks: list[PrefillChunk], updates: list[RowUpdate]
+    ) -> torch.Tensor:
+        if self.rank:
+            self._prepare(chunks, updates)
         inputs: StepInputs = self._thread.inputs
         self._thread.inputs = None
         hidden = self.model(input_ids.to(self.device), inputs.positions, self.pool.layers, inputs.attn)
@@ -334,16 +336,15 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give back the model, the pool and the graphs, and end the other ranks. Calling it again does nothing."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.graphs.reset()
-        self.prefill_graphs.reset()
-        self._unread.clear()
-        for name in ("model", "_choose", "pool", "rows", "sampled", "workspace"):
-            self.__dict__.pop(name, None)
-        if self.ranks is not None:
-            self.ranks.close()
-        else:
-            self.tp.close()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.graphs.reset()
+            self.prefill_graphs.reset()
+            self._unread.clear()
+            for name in ("model", "_choose", "pool", "rows", "sampled", "workspace"):
+                self.__dict__.pop(name, None)
+        finally:
+            (self.ranks or self.tp).close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritonllm.engine.cuda_graphs import capture
-from tritonllm.engine.inputs import PrefillLayout, StepInputs, are_plain, prefill_inputs
+from tritonllm.engine.inputs import PrefillLayout, StepInputs, are_plain, chunk_inputs
 from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.upload import on_host, to_device
 from tritonllm.kernels.prefill_attention import PrefillTiling
@@ -74,8 +74,7 @@ class PrefillGraphs:
         needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)
         index = next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
         if index is None:
-            tile_rows = self.tiling.rows([len(chunk.token_ids) for chunk in chunks])
-            self.forward(prefill_inputs(chunks, self.block_size, tile_rows, self.device))
+            self.forward(chunk_inputs(chunks, self.block_size, self.tiling, self.device))
             return
         packed = on_host(self.layouts[index].pack(chunks, self.block_size), self.device)
         self._buffers[index].copy_(packed, non_blocking=True)

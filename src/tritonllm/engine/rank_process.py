@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
@@ -45,8 +47,13 @@ class RankArguments:
     num_threads: int
 
 
-class RankEnd:
-    """What a `ModelRunner` of another rank than 0 is given: its group, and the calls of rank 0."""
+class Rank0:
+    """Rank 0 as a `ModelRunner` of another rank sees it.
+
+    Attributes:
+        group: that rank's place in the group.
+        receive: waits for the next call, `(method, args)`.
+    """
 
     def __init__(self, group: TPGroup, channel: ChannelReader) -> None:
         self.group = group
@@ -65,9 +72,10 @@ def rank_main(arguments: RankArguments, reports: Connection) -> None:
         _serve(arguments, reports)
     except BaseException:
         reports.send(("failed", (time.monotonic(), traceback.format_exc())))
-        reports.close()
         # Without waiting for peers that may never answer: closed connections tell them.
-        os._exit(1)
+        _leave(1)
+    # All is given back. Taking the interpreter apart would cost time, and threads of libraries may not survive it.
+    _leave(0)
 
 
 def _serve(arguments: RankArguments, reports: Connection) -> None:
@@ -87,7 +95,7 @@ def _serve(arguments: RankArguments, reports: Connection) -> None:
         torch.set_num_threads(arguments.num_threads)
     store = torch.distributed.TCPStore("127.0.0.1", arguments.port, is_master=False)
     group = DistributedGroup.connect(arguments.rank, arguments.size, store, device)
-    runner = ModelRunner(resolved.engine, arguments.rank, RankEnd(group, channel), resolved=resolved)
+    runner = ModelRunner(resolved.engine, arguments.rank, Rank0(group, channel), resolved=resolved)
     reports.send(("ready", None))
     runner.loop()
     channel.close()
@@ -97,4 +105,11 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        os._exit(1)
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

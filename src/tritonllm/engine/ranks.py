@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -83,7 +83,7 @@ class Ranks:
             self._reports.append(mine)
         self._watcher.start()
         self._wait_for("here")
-        self.group = self._unless_failed(lambda: DistributedGroup.connect(0, self.size, store, device))
+        self.group = self._unless_failed(lambda: DistributedGroup.connect(0, self.size, store, device, self._check))
 
     # ---- use ----
 
@@ -98,9 +98,11 @@ class Ranks:
         self._check()
         self._channel.send((method, args), self._check)
 
-    def require_alive(self) -> None:
-        """Raise EngineError if a rank is lost."""
+    def wait(self, done: torch.cuda.Event | None) -> None:
+        """Wait for a step on the device; raises EngineError if a rank was lost, as its tokens may be anything then."""
         with self.guarded():
+            if done is not None:
+                done.synchronize()
             self._check()
 
     def _check(self) -> None:
@@ -155,7 +157,8 @@ class Ranks:
         for process in self._processes:
             process.join()
         if failed:
-            self.group.close(failed=True)
+            with suppress(Exception):  # the watcher may have done it
+                self.group.close(failed=True)
         self.group = TPGroup()
         self._stop.close()
         if self._watcher.is_alive():

@@ -115,10 +115,18 @@ def build_model(resolved: ResolvedModel, tp: TPGroup) -> CausalLM:
     with torch.device(engine.device), _default_dtype(getattr(torch, engine.dtype)):
         model: nn.Module = model_class(resolved.config, tp)
     if resolved.checkpoint is None:
-        dummy_weights(model, engine.seed)
+        dummy_weights(model, engine.seed, tp.check)
     else:
-        load_weights(model, resolved.checkpoint.tensors())
+        load_weights(model, _checked(resolved.checkpoint.tensors(), tp))
     return cast(CausalLM, model.eval())
+
+
+def _checked(tensors: Iterator[tuple[str, torch.Tensor]], tp: TPGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, as long as no rank is lost: loading may take minutes."""
+    for name, tensor in tensors:
+        tp.check()
+        yield name, tensor
+        del tensor  # or it would live on while the next is read
 
 
 def _refuse_misnamed(name: str, spec: ModelSpec, architectures: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,23 +25,32 @@ class DistributedGroup(TPGroup):
     Attributes:
         backend: torch's ProcessGroupNCCL or ProcessGroupGloo.
         device: where this rank computes.
+        lost: raises if a rank is known to be lost.
     """
 
     backend: Any = None
     device: torch.device = torch.device("cpu")
+    lost: Callable[[], None] | None = None
 
     @classmethod
-    def connect(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> DistributedGroup:
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        device: torch.device,
+        lost: Callable[[], None] | None = None,
+    ) -> DistributedGroup:
         """Meet the other ranks in a store that all of them share; waits for them."""
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
-            return cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, options), device)
+            return cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, options), device, lost)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
         # The host's name need not resolve, and nothing listens to the network.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return cls(rank, size, dist.ProcessGroupGloo(store, rank, size, options), device)
+        return cls(rank, size, dist.ProcessGroupGloo(store, rank, size, options), device, lost)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():
@@ -60,10 +70,16 @@ class DistributedGroup(TPGroup):
         self.backend.allreduce([held], options).wait()
         return int(held.item())
 
+    def check(self) -> None:
+        if self.lost is not None:
+            self.lost()
+
     def close(self, failed: bool = False) -> None:
-        # gloo's connections close with the object.
-        if self.device.type == "cuda":
-            if failed:
-                self.backend.abort()
-            else:
-                self.backend.shutdown()
+        backend = self.backend
+        if backend is not None and self.device.type == "cuda":
+            name = "abort" if failed else "shutdown"
+            # Before torch 2.7 these were private.
+            leave = getattr(backend, name if hasattr(backend, name) else f"_{name}")
+            leave()
+        # Layers refer to the group until they are collected; threads and connections end now.
+        object.__setattr__(self, "backend", None)

@@ -53,6 +53,9 @@ class TPGroup:
         """The smallest of the ranks' values."""
         return value
 
+    def check(self) -> None:
+        """Raise if a rank is known to be lost; for long work in which no collective would notice."""
+
     def close(self, failed: bool = False) -> None:
         """Leave the group. After a failure nobody is waited for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -22,11 +23,14 @@ def dummy_tensor(seed: int, name: str, shape: tuple[int, ...], device: torch.dev
     return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, STANDARD_DEVIATION, generator=generator)
 
 
-def dummy_weights(model: nn.Module, seed: int = 0) -> None:
+def dummy_weights(model: nn.Module, seed: int = 0, check: Callable[[], None] | None = None) -> None:
     """Fill a model with `dummy_tensor`s, made on each parameter's own device.
 
-    Every tensor is made whole before it is sharded, so all world sizes hold the same model.
+    Every tensor is made whole before it is sharded, so all world sizes hold the same model. `check` is called before
+    each and may raise.
     """
     targets, _ = find_targets(model)
     for name, target in targets.items():
+        if check is not None:
+            check()
         target.load(dummy_tensor(seed, name, target.tensor.shape, target.parameter.device))
