@@ -165,7 +165,7 @@ def hopper_linear(
         KernelError: shapes, dtypes or strides do not fit, or the GPU is not of the Hopper family.
     """
     if not x.is_cuda:
-        return linear.skinny_linear(x, weight, bias=bias, gated=gated)
+        return linear.hopper_linear(x, weight, bias=bias, gated=gated)
     _require_hopper(x.device)
     out = torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=x.dtype, device=x.device)
     plan_hopper_linear(x, weight, out, bias=bias, gated=gated).run()
@@ -179,7 +179,7 @@ def hopper_linear_parts(x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Te
         float32 [S, M, N], new, contiguous; S depends on M and N alone.
     """
     if not x.is_cuda:
-        return linear.linear_parts(x, weight, bias)
+        return linear.hopper_linear_parts(x, weight, bias=bias)
     _require_hopper(x.device)
     rows = weight.shape[0]
     splits = choose_tile(x.shape[0], rows, gated=False, parts=True).splits
