@@ -13,9 +13,11 @@ from concurrent.futures import Future
 
 import pytest
 import triton
-from harness import TARGETS, Compiled, all_cases, launches_on
+from harness import all_cases, launches_on
 
 import tritonllm.kernels
+from tritonllm.kernels.compile_matrix import Compiled
+from tritonllm.kernels.targets import TARGETS
 
 _ALWAYS = ("sm_90", "gfx942")
 
@@ -41,7 +43,7 @@ def test_compiles(case_key: str, target_name: str, compilations: dict[tuple[str,
     for result in results:
         assert result.shared <= target.shared_limit, f"{result.kernel}: shared memory {result.shared}"
         assert case.may_spill or result.spills == 0, f"{result.kernel}: {result.spills} spilled"
-    assert not case.dot or all(result.uses_tensor_cores for result in results), "no tensor-core instruction"
+    assert not case.dot or all(result.tensor_core for result in results), "no tensor-core instruction"
 
 
 def _jitted_kernels() -> set[str]:

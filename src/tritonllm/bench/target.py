@@ -37,6 +37,16 @@ def engine_config(name: str, load_format: str, **keys: Any) -> EngineConfig:
     return EngineConfig(model_name_or_path=name, load_format=load_format, **keys)
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a name is that of a checkpoint at hand, with weights: a folder, a `.gguf` file or a packaged model."""
+    from tritonllm.weights.resolve import PACKAGED
+
+    if not _exists(name):
+        return name in PACKAGED
+    path = Path(name).expanduser()
+    return path.is_file() or any(file.suffix in (".safetensors", ".gguf") for file in path.iterdir())
+
+
 def shipped_shapes() -> list[str]:
     """Names of the shapes that come with the package."""
     files = (resources.files("tritonllm.bench") / "configs").iterdir()

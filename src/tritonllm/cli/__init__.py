@@ -1,4 +1,5 @@
-"""The command line: `generate` and `chat` run a model, `bench` measures it, `models` and `plugins` list what is known.
+"""The command line: `generate` and `chat` run a model, `bench` measures it, `kernels` compiles for it,
+`models` and `plugins` list what is known.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
@@ -17,6 +18,7 @@ import typer
 
 from tritonllm import __version__
 from tritonllm.cli.bench import bench_app
+from tritonllm.cli.kernels import kernels_app
 from tritonllm.cli.listing import models, plugins
 from tritonllm.cli.model import chat, generate
 from tritonllm.cli.terminal import say, show_warning
@@ -32,6 +34,7 @@ app = typer.Typer(
 for command in (generate, chat, models, plugins):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(kernels_app, name="kernels")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -28,6 +28,7 @@ from tritonllm.kernels.variant import Variant, variant
 # Triton 3.10 turns the fusion of multiply and add off by default; our numbers should not change with its version.
 _OPTIONS = {"enable_fp_fusion": True}
 
+
 def interpreting() -> bool:
     """True if this process runs Triton kernels in the interpreter (``TRITON_INTERPRET=1`` before the import)."""
     return bool(triton.knobs.runtime.interpret)

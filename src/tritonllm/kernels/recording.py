@@ -1,8 +1,8 @@
 """A GPU that is not there: what plans ask about it, and a list that takes the launches in its place.
 
-Inside `recording` the code of an engine runs on meta tensors, which have shapes and no memory. Every choice that depends
-on the device is made for the GPU given, and what would be launched is noted: it is what that GPU's users run, by
-construction.
+Inside `recording` the code of an engine runs on meta tensors, which have shapes and no memory. Every choice that
+depends on the device is made for the GPU given, and what would be launched is noted: by construction it is what that
+GPU's users run.
 """
 
 from __future__ import annotations
