@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from triton.backends.compiler import GPUTarget
 
 from tritonllm.cli import main
 from tritonllm.cli.kernels import _table
+from tritonllm.kernels import targets
 from tritonllm.kernels.compile_matrix import Compiled, compile_all, compile_one
-from tritonllm.kernels.targets import TARGETS, parse_targets
+from tritonllm.kernels.recording import GPU
+from tritonllm.kernels.targets import TARGETS, parse_targets, present_target
 from tritonllm.kernels.variant import Variant
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
@@ -104,6 +107,22 @@ def test_targets_are_read_from_text() -> None:
         "gfx942",
     ]
     assert [target.num_sms for target in parse_targets(["cuda:80"], 7)] == [7]
+
+
+@pytest.mark.parametrize(("arch", "spelling"), [(90, r"mma\.sync|wgmma"), (103, "tcgen05")])
+def test_the_gpu_at_hand_is_taken_as_it_is(arch: int, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own multiprocessors, and a family that is not in the list."""
+    gpu = GPUTarget("cuda", arch, 32)
+    active = SimpleNamespace(get_current_target=lambda: gpu)
+    facts = GPU(divmod(arch, 10), 227 * 1024, 114)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(targets.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(targets, "gpu_of", lambda device: facts)
+    target = present_target()
+    assert target is not None
+    assert (target.name, target.gpu, target.counts_as) == (f"sm_{arch}", gpu, facts)
+    assert spelling in target.tensor_core
 
 
 @pytest.mark.parametrize("text", ["cuda:75", "cuda:", "90", "hip:90", "cuda:gfx942", "cuda:80, 90", ""])

@@ -163,6 +163,13 @@ def _tensors(launch: Launch) -> list[torch.Tensor]:
     return [value for value in launch.args.values() if isinstance(value, torch.Tensor)]
 
 
+def test_the_portable_path_is_recorded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONLLM_PORTABLE", "1")
+    launches = start("sm_90")
+    assert not names(launches) & HOPPER_ONLY
+    assert not any("launch_pdl" in launch.options for launch in launches)
+
+
 def test_one_recording_leaves_nothing_for_the_next() -> None:
     cpu, before = torch.device("cpu"), gpu_of(torch.device("cpu"))
     first = distinct(start("sm_90"), TARGETS["sm_90"])

@@ -7,7 +7,6 @@ the tests compile is what users run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,11 +57,13 @@ def _present_gpu(device: torch.device) -> GPU:
     if device.type != "cuda":
         return GPU(capability=(0, 0), shared_memory=64 * 1024, num_sms=132)
     properties = torch.cuda.get_device_properties(device)
-    return GPU(
-        capability=torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0),
+    special = torch.version.hip is None and not interpreting()
+    gpu = GPU(
+        capability=torch.cuda.get_device_capability(device) if special else (0, 0),
         shared_memory=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         num_sms=properties.multi_processor_count,
     )
+    return gpu.as_allowed()
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
@@ -71,12 +72,7 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
     That is on other devices, in the interpreter, and with ``TRITONLLM_PORTABLE=1`` in the environment, which is there
     to measure that path and to tell a fault of the hardware's special ways from a fault of the rest.
     """
-    return (0, 0) if _keeps_to_what_every_gpu_has() else gpu_of(device).capability
-
-
-@cache
-def _keeps_to_what_every_gpu_has() -> bool:
-    return interpreting() or os.environ.get("TRITONLLM_PORTABLE") == "1"
+    return gpu_of(device).capability
 
 
 def supports_pdl(device: torch.device) -> bool:

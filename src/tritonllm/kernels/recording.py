@@ -7,10 +7,11 @@ GPU's users run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ class GPU:
     shared_memory: int
     num_sms: int
 
+    def as_allowed(self) -> GPU:
+        """This GPU, or with ``TRITONLLM_PORTABLE=1`` what every GPU has of it."""
+        return replace(self, capability=(0, 0)) if os.environ.get("TRITONLLM_PORTABLE") == "1" else self
+
 
 class _Recording(NamedTuple):
     gpu: GPU
@@ -44,7 +49,7 @@ _active: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 def recording(gpu: GPU) -> Iterator[list[Launch]]:
     """Inside, every device counts as this GPU, and launches go into the list that is given instead of to a device."""
     launches: list[Launch] = []
-    token = _active.set(_Recording(gpu, launches))
+    token = _active.set(_Recording(gpu.as_allowed(), launches))
     try:
         yield launches
     finally:
