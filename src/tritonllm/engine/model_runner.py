@@ -52,7 +52,7 @@ class ModelRunner:
         self.resolved = resolved if resolved is not None else resolve_model(config)
         self.config = self.resolved.engine
         self.rank = rank
-        self.device = torch.device(self.config.device)
+        self.device = self.resolved.device
         self.dtype = getattr(torch, self.config.dtype)
         self.max_num_rows = self.config.max_num_sequences
         self.block_size = self.config.block_size
@@ -66,12 +66,9 @@ class ModelRunner:
         self._thread = threading.local()
         self._unread: deque[tuple[torch.Tensor, Any, StepPlan]] = deque()
         self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
-        self.prefill_graphs = self.make_prefill_graphs(self.device.type == "cuda" and not self.config.enforce_eager)
+        self.prefill_graphs = self.make_prefill_graphs(self.device.type != "cpu" and not self.config.enforce_eager)
         self.num_blocks = 0
-        if self.device.type == "cuda":
-            self._size_by_measuring()
-        else:
-            self._size_by_host_memory()
+        self._make_pool()
 
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
@@ -111,7 +108,10 @@ class ModelRunner:
             else:
                 self.capture_cudagraph()
 
-    def _size_by_host_memory(self) -> None:
+    def _make_pool(self) -> None:
+        if self.device.type == "cuda":
+            self._size_by_measuring()
+            return
         wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
         self.num_blocks = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes)
         self.pool = self._new_pool(self.num_blocks)
