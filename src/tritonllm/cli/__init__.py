@@ -1,5 +1,5 @@
-"""The command line: `generate` and `chat` run a model, `bench` measures it, `roofline` says what a GPU allows, `kernels`
-compiles for it, `models` and `plugins` list what is known.
+"""The command line: `generate` and `chat` run a model, `bench` measures it, `roofline` says what a GPU allows,
+`kernels` compiles for it, `models` and `plugins` list what is known.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
