@@ -110,7 +110,8 @@ def test_every_bucket_of_a_decode_step_is_there_with_both_ends() -> None:
 def test_short_prefills_are_there_as_graphs_run_them_and_not_without_graphs() -> None:
     tokens = {launch.grid[0] for launch in of(start("sm_80"), "_silu_and_mul_kernel")}
     eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_silu_and_mul_kernel")}
-    assert tokens - eager == {32, 64, 128, 256, 512}  # 16 is a size of decode steps as well
+    # 16 is a size of decode steps as well; 8 rows are those that a padded prefill samples, for which its last layer works.
+    assert tokens - eager == {8, 32, 64, 128, 256, 512}
 
 
 def test_the_structure_of_the_family_of_models_shows() -> None:

@@ -54,12 +54,11 @@ def gpu_of(device: torch.device) -> GPU:
 @cache
 def _present_gpu(device: torch.device) -> GPU:
     """Where there is no GPU to ask: the smallest class of shared memory, and the multiprocessors of an H200."""
-    if device.type != "cuda":
+    if device.type != "cuda" or interpreting():
         return GPU(capability=(0, 0), shared_memory=64 * 1024, num_sms=132)
     properties = torch.cuda.get_device_properties(device)
-    special = torch.version.hip is None and not interpreting()
     gpu = GPU(
-        capability=torch.cuda.get_device_capability(device) if special else (0, 0),
+        capability=torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0),
         shared_memory=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         num_sms=properties.multi_processor_count,
     )
