@@ -110,7 +110,7 @@ def test_every_bucket_of_a_decode_step_is_there_with_both_ends() -> None:
 def test_short_prefills_are_there_as_graphs_run_them_and_not_without_graphs() -> None:
     tokens = {launch.grid[0] for launch in of(start("sm_80"), "_silu_and_mul_kernel")}
     eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_silu_and_mul_kernel")}
-    # 16 is a size of decode steps as well; 8 rows are those that a padded prefill samples, for which its last layer works.
+    # 16 is a size of decode steps as well; 8 rows are what a padded prefill samples, and its last layer works for.
     assert tokens - eager == {8, 32, 64, 128, 256, 512}
 
 
