@@ -5,8 +5,9 @@ Public names are imported when first used, so `import tritonllm` loads neither t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tritonllm.lazy_package import make_lazy
 
 if TYPE_CHECKING:
     from tritonllm.config import EngineConfig, ModelConfig, RopeConfig
@@ -54,12 +55,4 @@ __all__ = [
     "hookimpl",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+make_lazy(__name__, _HOME)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
-from harness import Compiled, compile_case
+from harness import compile_case
+
+from tritonllm.kernels.compile_matrix import Compiled
 
 
 def pytest_configure() -> None:

@@ -17,6 +17,8 @@ import torch
 import triton
 
 from tritonllm.kernels.launch import interpreting
+from tritonllm.testing.poison import poisoned_memory
+from tritonllm.testing.tensors import exact_dtypes, kernel_device
 
 INTERPRETING = interpreting()
 RUNNABLE = INTERPRETING or torch.cuda.is_available()
@@ -55,30 +57,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where kernels run in this process."""
-    return torch.device("cpu" if INTERPRETING else "cuda")
+    return kernel_device()
 
 
 @pytest.fixture(scope="session")
 def dtypes() -> tuple[torch.dtype, ...]:
     """Activation types that kernels compute right here; draw one with `st.sampled_from(dtypes)`."""
-    exact = (torch.float32, torch.float16)
-    return exact if INTERPRETING else (*exact, torch.bfloat16)
-
-
-def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "meta":
-        return tensor
-    return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+    return exact_dtypes()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fill every new uninitialised tensor with NaN (integers: the smallest), so an element left unwritten shows."""
-    with torch.device("cpu"):  # at the first call torch notes which functions it places: the true `empty` is one
-        torch.empty(0)
-    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *args, **kwargs: _poisoned(empty(*args, **kwargs)))
-        patch.setattr(torch, "empty_like", lambda *args, **kwargs: _poisoned(empty_like(*args, **kwargs)))
-        patch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: _poisoned(new_empty(*args, **kwargs)))
+    """An element that a kernel leaves unwritten shows."""
+    with poisoned_memory():
         yield

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import Draw, bits
-from tolerances import tolerance
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.activation import silu_and_mul
 from tritonllm.kernels.reference import elementwise
+from tritonllm.testing.tensors import Draw, bits
+from tritonllm.testing.tolerances import tolerance
 
 # numpy, under the interpreter, says so when exp overflows, which silu wants.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")

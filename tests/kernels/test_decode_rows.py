@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import Draw
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN, advance_rows, load_rows
 from tritonllm.kernels.reference import elementwise
+from tritonllm.testing.tensors import Draw
 
 VOCAB_SIZE = 100
 SEEDS = st.integers(0, 2**31)

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_step import Rotary, Step, decode_step
+from examples import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import EXAMPLES, Shape
-from tensors import bits
-from tolerances import tolerance
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.decode_attention import DecodeWorkspace, decode_attention
@@ -21,6 +18,11 @@ from tritonllm.kernels.fused_decode_table import FusedTile, fused_tile
 from tritonllm.kernels.launch import interpreting
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope_store import rope_store_kv
+from tritonllm.testing import strategies
+from tritonllm.testing.decode_step import Rotary, Step, decode_step
+from tritonllm.testing.paged import Shape
+from tritonllm.testing.tensors import bits
+from tritonllm.testing.tolerances import tolerance
 
 SEEDS = st.integers(0, 2**16)
 TILE = FusedTile(splits=4, min_tiles=1, keys=16, stages=2, warps=4, merge_heads=1, head_start=False)
@@ -36,14 +38,7 @@ TILES = st.builds(
 )
 
 
-SHAPES = st.builds(
-    Shape,
-    num_kv_heads=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 2, 3, 7]),
-    head_dim=st.sampled_from([32, 64, 80, 96, 128]),
-    block_size=st.sampled_from([1, 8, 16, 24, 64, 256]),
-    heads_first=st.booleans(),
-)
+SHAPES = strategies.shapes(groups=(1, 2, 3, 7))
 ROTARIES = st.builds(Rotary, part=st.sampled_from([1, 1, 2]), normed=st.booleans())
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tensors import Draw, bits
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.hopper_linear import (
@@ -18,6 +17,8 @@ from tritonllm.kernels.hopper_linear import (
     serves_shape,
 )
 from tritonllm.kernels.reference import linear
+from tritonllm.testing.tensors import Draw, bits
+from tritonllm.testing.tolerances import tolerance
 
 needs_hopper = pytest.mark.skipif(
     not serves_shape(64, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
@@ -61,12 +62,6 @@ class Layer:
         return out
 
 
-def close(dtype: torch.dtype) -> dict[str, float]:
-    """A sum over K in another order, of products of about 1 in total; a gated one multiplies two rounded values."""
-    ulp = torch.finfo(dtype).eps
-    return {"rtol": 4 * ulp, "atol": 8 * ulp}
-
-
 @needs_hopper
 @given(
     seed=SEEDS, tokens=TOKENS, columns=COLUMNS, outputs=OUTPUTS, padding=PADDING, dtype=DTYPES, bias=st.booleans(),
@@ -76,7 +71,7 @@ def test_matches_the_separate_ops(seed, tokens, columns, outputs, padding, dtype
     layer = Layer(seed, tokens, columns, outputs, padding, dtype, bias, gated, device)
     out = layer.run()
     assert out.is_contiguous()
-    torch.testing.assert_close(out, layer.expected(), **close(dtype))
+    torch.testing.assert_close(out, layer.expected(), **tolerance("hopper_linear", dtype))
 
 
 @needs_hopper
@@ -130,7 +125,7 @@ def test_nothing_beside_the_output_is_written(tokens, device):
     layer = Layer(1, tokens, 520, 72, 0, torch.bfloat16, False, False, device)
     wide = torch.full((tokens + 2, 100), 7.0, dtype=torch.bfloat16, device=device)
     plan_hopper_linear(layer.x, layer.weight, wide[1:-1, 8:80]).run()
-    torch.testing.assert_close(wide[1:-1, 8:80], layer.expected(), **close(torch.bfloat16))
+    torch.testing.assert_close(wide[1:-1, 8:80], layer.expected(), **tolerance("hopper_linear", torch.bfloat16))
     wide[1:-1, 8:80] = 7.0
     assert (wide == 7.0).all()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from examples import LARGE, ON_GPU, few_examples, seeds_of_tests, sizes
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import LARGE, ON_GPU, Rows, few_examples, generator, kept_by_sort, seeds_of_tests, sizes, strided
+
+from tritonllm.testing.sampling_rows import DISTRIBUTIONS, Rows, generator, kept_by_sort, logits_row, strided
 
 
 def assert_kept(logits: torch.Tensor, rows: Rows) -> list[int]:
@@ -23,34 +25,13 @@ def assert_kept(logits: torch.Tensor, rows: Rows) -> list[int]:
     return kept.sum(dim=1).tolist()
 
 
-def shape_of_distribution(name: str, size: int) -> torch.Tensor:
-    shuffled = torch.randperm(size, generator=generator(3))
-    if name == "zipf":
-        return -(shuffled + 1.0).log()
-    if name == "equal":
-        return torch.full((size,), 2.5)
-    if name == "two-level":
-        return torch.where(shuffled < size // 10, 1.0, -2.0)
-    if name == "halving":
-        return -0.6931471805599453 * shuffled.clamp(max=60).float()
-    if name == "normal":
-        return torch.randn(size, generator=generator(4)) * 2.5
-    if name == "flat":
-        return torch.randn(size, generator=generator(5)) * 0.02
-    share = float(name)  # one token with this share of the mass
-    rest = torch.randn(size, generator=generator(6))
-    rest = rest.log_softmax(0) + torch.tensor(1 - share).log()
-    rest[size // 3] = torch.tensor(share).log() + rest[size // 3].exp()
-    return rest
-
-
-@pytest.mark.parametrize("name", ["0.41", "0.9", "0.999", "zipf", "equal", "two-level", "halving", "normal", "flat"])
-def test_kept_set_is_that_of_a_sort(device: torch.device, dtypes: tuple[torch.dtype, ...], name: str) -> None:
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_kept_set_is_that_of_a_sort(device: torch.device, dtypes: tuple[torch.dtype, ...], name: str | float) -> None:
     top_ps = [1e-9, 0.3, 0.95, 0.999, 1.0, 0.8]
     top_ks = [0, 0, 0, 0, 50, 50]
     temperatures = [1.0, 1.0, 0.7, 1.3, 1.0, 1.0]
     for dtype in dtypes if ON_GPU or name == "normal" else dtypes[:1]:
-        logits = shape_of_distribution(name, LARGE).to(dtype).expand(len(top_ps), -1)
+        logits = logits_row(name, LARGE).to(dtype).expand(len(top_ps), -1)
         rows = Rows(temperatures, top_ks, top_ps, device)
         counts = assert_kept(strided(logits, device), rows)
         if name == "equal":

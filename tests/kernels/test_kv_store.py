@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import Draw, bits
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.kv_store import store_kv
 from tritonllm.kernels.reference import elementwise
+from tritonllm.testing.tensors import Draw, bits
 
 SEEDS = st.integers(0, 2**31)
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged import Shape, paged_batch
-from tensors import bits
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.decode_attention import DecodeWorkspace, decode_attention
 from tritonllm.kernels.fused_decode_attention import fused_decode_attention
 from tritonllm.kernels.longest_first import longest_first
 from tritonllm.kernels.reference import elementwise
+from tritonllm.testing.paged import Shape, paged_batch
+from tritonllm.testing.tensors import bits
 
 LENGTHS = st.one_of(st.integers(0, 5), st.integers(0, 2**31 - 1))
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import Draw, bits
-from tolerances import tolerance
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.norm import add_rms_norm, plan_rms_norm, rms_norm
 from tritonllm.kernels.reference import elementwise
+from tritonllm.testing.tensors import Draw, bits
+from tritonllm.testing.tolerances import tolerance
 
 EPS = 1e-5
 SEEDS = st.integers(0, 2**31)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from examples import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import EXAMPLES, PagedBatch, Shape, cu_seqlens, dense_attention, paged_batch, two_large_caches
-from tolerances import tolerance
+from large_caches import two_large_caches
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.launch import interpreting
@@ -18,16 +18,12 @@ from tritonllm.kernels.prefill_attention import (
     prefill_tiles,
 )
 from tritonllm.kernels.reference import attention as reference
+from tritonllm.testing import strategies
+from tritonllm.testing.paged import PagedBatch, Shape, cu_seqlens, dense_attention, paged_batch
+from tritonllm.testing.tolerances import tolerance
 
 SHARED_MEMORY = (64 * 1024, 227 * 1024)
-SHAPES = st.builds(
-    Shape,
-    num_kv_heads=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 2, 3]),
-    head_dim=st.sampled_from([32, 64, 80, 96, 128]),
-    block_size=st.sampled_from([1, 8, 16, 24, 64, 256]),
-    heads_first=st.booleans(),
-)
+SHAPES = strategies.shapes(groups=(1, 2, 3))
 SEEDS = st.integers(0, 2**16)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from examples import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import EXAMPLES, PagedBatch, Shape, paged_batch
-from tolerances import tolerance
 
 from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention, prefill_tiles
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
 from tritonllm.kernels.reference import attention as reference
+from tritonllm.testing.paged import PagedBatch, Shape, paged_batch
+from tritonllm.testing.tolerances import tolerance
 
 pytestmark = pytest.mark.skipif(
     not serves_shape(128, torch.bfloat16, 256, torch.device("cuda" if torch.cuda.is_available() else "cpu")),

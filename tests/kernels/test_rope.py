@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import Draw
-from tolerances import tolerance
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.reference import elementwise
 from tritonllm.kernels.rope import apply_rope
+from tritonllm.testing.tensors import Draw
+from tritonllm.testing.tolerances import tolerance
 
 MAX_POSITION = 50
 SEEDS = st.integers(0, 2**31)

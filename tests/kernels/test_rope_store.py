@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import Draw, bits
-from tolerances import tolerance
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.kv_store import store_kv
@@ -17,6 +15,8 @@ from tritonllm.kernels.norm import rms_norm
 from tritonllm.kernels.reference import elementwise
 from tritonllm.kernels.rope import apply_rope
 from tritonllm.kernels.rope_store import plan_rope_store_kv, rope_store_kv
+from tritonllm.testing.tensors import Draw, bits
+from tritonllm.testing.tolerances import tolerance
 
 BLOCK_SIZE = 4
 BLOCKS = 4

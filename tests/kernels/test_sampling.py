@@ -6,15 +6,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from examples import LARGE, ON_GPU, few_examples, seeds_of_tests, sizes
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import LARGE, ON_GPU, Rows, few_examples, generator, kept_by_sort, seeds_of_tests, sizes, strided
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log
 from tritonllm.kernels.reference import sampling as reference
 from tritonllm.kernels.sampling import merge_picks, pick_from_shard, pick_tokens, plan_pick_tokens, sample_tokens
+from tritonllm.testing.sampling_rows import Rows, generator, kept_by_sort, strided
 
 TINY = (0.0, 1e-45, 1e-38, 1e-10, 1e-6, MIN_TEMPERATURE.value, 1e-4, 1e-2)
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import Draw, bits
-from tolerances import Bound
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.launch import interpreting, supports_pdl
@@ -19,6 +17,8 @@ from tritonllm.kernels.skinny_form import Form, gemv
 from tritonllm.kernels.skinny_linear import MAX_ROWS, plan_skinny_linear, skinny_linear
 from tritonllm.kernels.skinny_table import choose_form, token_block
 from tritonllm.kernels.tuning_table import UNTUNED
+from tritonllm.testing.tensors import Draw, bits
+from tritonllm.testing.tolerances import tolerance
 
 # numpy, under the interpreter, says so when exp overflows, which silu wants.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -41,16 +41,6 @@ FORMS = [
     Form("looped", 16, 32, 4, split=4, num_stages=3),
     Form("looped", 32, 64, 4, num_stages=2),
 ]
-
-# Rounding before silu or a sum may go the other way, and what it is multiplied by or cancels against scales that ULP.
-BOUND = Bound(4, 8, 64, 64, "a sum over K in another order, of products of about 1 in total, rounded up to four times")
-
-
-def close(dtype: torch.dtype) -> dict[str, float]:
-    ulp = torch.finfo(dtype).eps
-    if dtype == torch.float32:
-        return {"rtol": BOUND.relative_fp32 * ulp, "atol": BOUND.absolute_fp32 * ulp}
-    return {"rtol": BOUND.relative * ulp, "atol": BOUND.absolute * ulp}
 
 
 @dataclass
@@ -114,7 +104,7 @@ def test_matches_the_separate_ops(data, seed, tokens, columns, outputs, padding,
     layer = Layer.draw(Draw(seed, device), tokens, columns, outputs, padding, dtype, fused)
     out = layer.run()
     assert out.is_contiguous()
-    torch.testing.assert_close(out, layer.expected(), **close(dtype))
+    torch.testing.assert_close(out, layer.expected(), **tolerance("skinny_linear", dtype))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.kind}-{form.block_n}x{form.split}x{form.block_k}")
@@ -127,7 +117,7 @@ def test_every_form_at_any_shape(form, data, seed, columns, outputs, padding, fu
     dtype = data.draw(st.sampled_from(fitting))
     tokens = 1 if form.kind == "gemv" else data.draw(st.integers(1, MAX_ROWS))
     layer = Layer.draw(Draw(seed, device), tokens, columns, outputs, padding, dtype, fused)
-    torch.testing.assert_close(layer.run_as(form), layer.expected(), **close(dtype))
+    torch.testing.assert_close(layer.run_as(form), layer.expected(), **tolerance("skinny_linear", dtype))
 
 
 @EXAMPLES
@@ -139,7 +129,7 @@ def test_one_row_equals_many(data, seed, tokens, columns, outputs, fused, device
     row = data.draw(st.integers(0, tokens - 1))
     residual = {"residual": layer.fused["residual"][row : row + 1]} if fused["residual"] else {}
     one = Layer(layer.x[row : row + 1], layer.weight, layer.fused | residual)
-    torch.testing.assert_close(layer.run()[row : row + 1], one.run(), **close(dtype))
+    torch.testing.assert_close(layer.run()[row : row + 1], one.run(), **tolerance("skinny_linear", dtype))
 
 
 @EXAMPLES
@@ -174,7 +164,7 @@ def test_only_the_output_is_written(data, seed, tokens, padding, fused, device, 
     layer = Layer.draw(Draw(seed, device), tokens, 48, 33, padding, dtype, fused)
     wide = torch.full((tokens + 2, 33 + padding), 7.0, dtype=dtype, device=device)
     skinny_linear(layer.x, layer.weight, out=wide[1:-1, :33], **layer.fused)
-    torch.testing.assert_close(wide[1:-1, :33], layer.expected(), **close(dtype))
+    torch.testing.assert_close(wide[1:-1, :33], layer.expected(), **tolerance("skinny_linear", dtype))
     wide[1:-1, :33] = 7.0
     assert wide.eq(7.0).all()
 

@@ -64,13 +64,13 @@ def use(monkeypatch: pytest.MonkeyPatch):
     """`use(table, serves)`: what the device's table is, and whether Hopper's kernels are there for a row length."""
 
     def use(table: Tuning, serves: Callable[[int], bool] = lambda in_features: True) -> None:
-        decode_path.cache_clear()
+        paths._decode_path.cache_clear()
         monkeypatch.setattr(paths, "tuning_of", lambda device: table)
         monkeypatch.setattr(paths, "serves_shape", lambda in_features, dtype, device: serves(in_features))
 
-    decode_path.cache_clear()
+    paths._decode_path.cache_clear()
     yield use
-    decode_path.cache_clear()
+    paths._decode_path.cache_clear()
 
 
 @pytest.fixture

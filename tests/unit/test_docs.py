@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import tritonllm
-from tritonllm import EngineConfig, ModelSpec, SamplingParams, hookspecs, registry
+from tritonllm import EngineConfig, ModelSpec, SamplingParams, hookspecs, kernels, registry
 from tritonllm.cli import main
 from tritonllm.config.engine import ARCHITECTURE_KEYS
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
@@ -121,7 +121,7 @@ class TestCommands:
         words = shlex.split(line.split("| ")[-1], comments=True)
         assert words[0] == "tritonllm"
         with pytest.raises(SystemExit) as left:
-            main([words[1], "--help"])
+            main([*words[1 : 3 if words[1] in ("bench", "kernels") else 2], "--help"])
         assert left.value.code == 0
         shown = set(re.findall(r"--?[\w-]+", capsys.readouterr().out))
         assert {word for word in words[2:] if word.startswith("-")} <= shown
@@ -270,6 +270,34 @@ class TestKernels:
             if name.startswith("plan_") and value.__module__ == module.__name__ and hasattr(module, name[5:])
         }
         assert ops_with_plan <= listed
+        assert {op for _, op in listed} == set(kernels.reference.__all__)
+
+    def test_every_op_with_exactly_its_parameters(self) -> None:
+        documented = re.findall(r"^### `(\w+\(.*\))`$", read("docs/kernels.md"), re.MULTILINE)
+        assert sorted(documented) == sorted(name + bare_signature(name) for name in kernels.reference.__all__)
+
+    @pytest.mark.parametrize("name", kernels.reference.__all__)
+    def test_an_op_is_described_whole(self, name: str) -> None:
+        after = read("docs/kernels.md").split(f"\n### `{name}(", 1)[1]
+        section = re.split(r"\n##+ ", after)[0]
+        parameters = re.findall(r"^\| `(\w+)` \| \S", section, re.MULTILINE)
+        assert parameters == list(inspect.signature(getattr(kernels, name)).parameters)
+        points = re.findall(r"^- \*\*(\w+)\*\*", section, re.MULTILINE)
+        assert points == ["Returns", "Rounding", "Targets", "Errors", "Reference"]
+        assert f"`reference.{name}`" in section
+        assert ("Hopper only" in section) == name.startswith("hopper_")
+
+    def test_what_stands_for_another_op_s_parameter_names_one(self) -> None:
+        page = read("docs/kernels.md")
+        for parameter, op in re.findall(r"^\| `(\w+)` \| .*?As in `(\w+)`", page, re.MULTILINE):
+            assert parameter in inspect.signature(getattr(kernels, op)).parameters, (parameter, op)
+
+
+def bare_signature(op: str) -> str:
+    """`(x, *, bias=None)`: a signature without types."""
+    signature = inspect.signature(getattr(kernels, op))
+    untyped = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(inspect.Signature(untyped))
 
 
 def modules_of(*packages: str) -> Iterator[ModuleType]:

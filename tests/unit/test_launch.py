@@ -112,3 +112,14 @@ def test_arguments_out_of_order_are_refused() -> None:
     kernel = PretendKernel(["scale", "x_ptr", "stride", "weight_ptr", "BLOCK"])
     with pytest.raises(KernelError, match="pretend: arguments out of order"):
         make(kernel).run()
+
+
+def test_on_amd_large_tensors_get_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton addresses a tensor below 2 GiB by 32-bit offsets there."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    kernel = PretendKernel(KERNEL_ARGS)
+    large = torch.empty(2**31, dtype=torch.uint8, device="meta")
+    small = torch.empty(2**31 - 1, dtype=torch.uint8, device="meta")
+    for tensor in (small, large, small, large):
+        make(kernel, weight_ptr=tensor).run()
+    assert kernel.compilations == 2

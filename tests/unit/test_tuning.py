@@ -45,7 +45,7 @@ FORMER = {
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tables are read once in a process, here once in a test. A device of type cuda counts as an H200."""
-    caches = (tuning.tuning_of, tuning.shipped_tuning, tuning.named_tuning)
+    caches = (tuning._tuning, tuning.shipped_tuning, tuning.named_tuning)
     monkeypatch.delenv("TRITONLLM_TUNING", raising=False)
     monkeypatch.setattr(tuning, "nvidia_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     for cached in caches:
@@ -265,7 +265,7 @@ class TestWhichTableDecides:
         assert plan_skinny_linear(x, weight, out, tuning=mine) == plan_skinny_linear(x, weight, out, form=form)
         self.name(monkeypatch, tmp_path, as_json(mine))
         tuning.named_tuning.cache_clear()
-        tuning.tuning_of.cache_clear()
+        tuning._tuning.cache_clear()
         assert plan_skinny_linear(x, weight, out) == plan_skinny_linear(x, weight, out, form=form)
 
     @pytest.mark.parametrize("text", [None, "{", "{}"])

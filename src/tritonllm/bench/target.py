@@ -54,6 +54,16 @@ def model_shape(name: str) -> ModelConfig:
     return _model_of(name, shape)
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a name is that of a checkpoint at hand, with weights: a folder, a `.gguf` file or a packaged model."""
+    from tritonllm.weights.resolve import PACKAGED
+
+    if not _exists(name):
+        return name in PACKAGED
+    path = Path(name).expanduser()
+    return path.is_file() or any(file.suffix in (".safetensors", ".gguf") for file in path.iterdir())
+
+
 def shipped_shapes() -> list[str]:
     """Names of the shapes that come with the package."""
     files = (resources.files("tritonllm.bench") / "configs").iterdir()

@@ -60,14 +60,14 @@ class ModelRunner:
         self.resolved = resolved if resolved is not None else resolve_model(config)
         self.config = self.resolved.engine
         self.rank = rank
-        self.device = torch.device(self.config.device)
+        self.device = self.resolved.device
         self.dtype = getattr(torch, self.config.dtype)
         self.max_num_rows = self.config.max_num_sequences
         self.block_size = self.config.block_size
         self._event = event
         self.ranks: Ranks | None = None
-        if rank or self.config.world_size == 1:
-            self._start(event.group if event is not None else TPGroup())
+        if rank or self.config.world_size == 1 or self.device.type == "meta":
+            self._start(event.group if event is not None else TPGroup(rank, self.config.world_size))
             return
         from tritonllm.engine.ranks import Ranks  # one rank needs no torch.distributed
 
@@ -85,16 +85,8 @@ class ModelRunner:
         self._thread = threading.local()
         self._unread: deque[tuple[torch.Tensor, Any, StepPlan]] = deque()
         self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
-        self.prefill_graphs = self.make_prefill_graphs(self.device.type == "cuda" and not self.config.enforce_eager)
-        self.num_blocks = 0
-        if self.device.type == "cuda":
-            self._size_by_measuring()
-            return
-        wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
-        # The ranks share one host's memory.
-        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * tp.size)
-        self.num_blocks = tp.minimum(fitting)
-        self.pool = self._new_pool(self.num_blocks)
+        self.prefill_graphs = self.make_prefill_graphs(self.device.type != "cpu" and not self.config.enforce_eager)
+        self._make_pool()
 
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
@@ -130,6 +122,16 @@ class ModelRunner:
                 self._decode_every_size()
             else:
                 self.capture_cudagraph()
+
+    def _make_pool(self) -> None:
+        if self.device.type == "cuda":
+            self._size_by_measuring()
+            return
+        wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
+        # The ranks share one host's memory.
+        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * self.tp.size)
+        self.num_blocks = self.tp.minimum(fitting)
+        self.pool = self._new_pool(self.num_blocks)
 
     def _compile_ahead(self) -> None:
         """Compile side by side what the rest of the start would compile one by one."""
@@ -205,9 +207,7 @@ class ModelRunner:
         on_gpu = self.device.type == "cuda"
         host = torch.empty_like(self.sampled, device="cpu", pin_memory=on_gpu)
         host.copy_(self.sampled, non_blocking=True)
-        done = torch.cuda.Event() if on_gpu else None
-        if done is not None:
-            done.record()
+        done = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
         self._unread.append((host, done, plan))
 
     def collect(self) -> list[int]:

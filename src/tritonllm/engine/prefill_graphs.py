@@ -69,6 +69,12 @@ class PrefillGraphs:
                 self._pool = self._pool or graph.pool()
                 self._graphs[index, plain] = graph
 
+    def run_every_layout(self) -> None:
+        """Run every layout with both ends of the model, on buffers that hold padding alone, without capturing."""
+        for index in range(len(self.layouts)):
+            for plain in (False, True):
+                self._call(index, plain)()
+
     def run(self, chunks: list[PrefillChunk]) -> None:
         """Run prompt chunks, at least one."""
         needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)

@@ -50,6 +50,7 @@ class ResolvedModel:
         config: the model.
         checkpoint: where weights and tokenizer come from, None for dummy weights.
         tokenizer: a transformers tokenizer, None for dummy weights and for a checkpoint without one.
+        device: where the model runs.
     """
 
     engine: EngineConfig
@@ -57,10 +58,15 @@ class ResolvedModel:
     config: ModelConfig
     checkpoint: Checkpoint | None
     tokenizer: Any
+    device: torch.device
 
 
-def resolve_model(config: EngineConfig) -> ResolvedModel:
+def resolve_model(config: EngineConfig, *, recorded: bool = False) -> ResolvedModel:
     """Find the checkpoint, its family and its configuration; nothing is allocated.
+
+    Args:
+        config: the engine's.
+        recorded: resolve it as where there is a GPU, for a run on meta tensors in a recording; without a tokenizer.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -72,7 +78,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
     checkpoint, tokenizer = None, None
     if config.load_format == "dummy":
         hf_config = _shipped_shape(config.model_name_or_path)
-        if config.tokenizer is not None:
+        if config.tokenizer is not None and not recorded:
             from tritonllm.weights.checkpoint import load_tokenizer
 
             tokenizer = load_tokenizer(config.tokenizer)
@@ -85,7 +91,7 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         config.model_name_or_path if checkpoint is None else checkpoint.path, architectures
     )
     _refuse_misnamed(config.model_name_or_path, spec, architectures)
-    if checkpoint is not None:
+    if checkpoint is not None and not recorded:
         tokenizer = checkpoint.load_tokenizer(config.tokenizer)
     model = resolve_model_config(
         config,
@@ -95,25 +101,27 @@ def resolve_model(config: EngineConfig) -> ResolvedModel:
         tokenizer_eos=getattr(tokenizer, "eos_token_id", None),
     )
     check_world_size(model, config.world_size)
-    device = _device(config)
+    device = "cuda" if recorded else _device(config)
     engine = config.replace(
         max_model_length=resolve_max_model_length(config, model),
         dtype=resolve_dtype(config, model, device),
         device=device,
     )
-    return ResolvedModel(engine, spec, model, checkpoint, tokenizer)
+    return ResolvedModel(engine, spec, model, checkpoint, tokenizer, torch.device("meta" if recorded else device))
 
 
 def build_model(resolved: ResolvedModel, tp: TPGroup) -> CausalLM:
-    """Make the model on its device and fill every parameter.
+    """Make the model on its device and fill every parameter, but for meta tensors.
 
     Raises:
         CheckpointError: the weights do not fit the model; all names are listed.
     """
     engine = resolved.engine
     model_class = load_model_class(resolved.spec)
-    with torch.device(engine.device), _default_dtype(getattr(torch, engine.dtype)):
+    with resolved.device, _default_dtype(getattr(torch, engine.dtype)):
         model: nn.Module = model_class(resolved.config, tp)
+    if resolved.device.type == "meta":
+        return cast(CausalLM, model.eval())
     if resolved.checkpoint is None:
         dummy_weights(model, engine.seed, tp.check)
     else:

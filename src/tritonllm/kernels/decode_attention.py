@@ -14,7 +14,6 @@ Rounding: as in `prefill_attention`; partial results stay in float32.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dependent_launch import start_after_previous
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
+from tritonllm.kernels.launch import Launch, check, gpu_of, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.longest_first import check_order
 from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
 from tritonllm.kernels.reference import attention as reference
@@ -132,12 +131,6 @@ def distinct_batches(max_batch: int, num_kv_heads: int, num_sms: int) -> list[in
     return list(smallest.values())
 
 
-@functools.lru_cache
-def _num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device; those of an H200 where there is no GPU to ask."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 @dataclass(frozen=True)
 class DecodeWorkspace:
     """Scratch memory of both decode attentions, allocated once for the largest batch.
@@ -162,7 +155,7 @@ class DecodeWorkspace:
     ) -> DecodeWorkspace:
         """Workspace for batches up to `max_batch`; about max_batch * 4 * Hq * D floats for large ones."""
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        num_sms = _num_sms(device)
+        num_sms = gpu_of(device).num_sms
         slots = max(batch * decode_splits(batch, num_kv_heads, num_sms) for batch in range(1, max_batch + 1))
         rows = slots * num_heads
         return cls(

@@ -13,8 +13,6 @@ instructions are written here as assembly, so that builds of Triton without the 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -44,7 +42,6 @@ def start_after_previous(PDL: tl.constexpr):
         wait_for_previous()
 
 
-@cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Compiler options of a kernel that takes part, for a device that `supports_pdl`; none for any other."""
     return {"launch_pdl": True} if supports_pdl(device) else {}

@@ -37,7 +37,7 @@ from tritonllm.kernels.kv_store import check_per_token, slot_offset
 from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
 from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
-from tritonllm.kernels.reference import attention, elementwise
+from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope import check_rotation
 from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, sequence_at, store_or_merge
 
@@ -338,10 +338,10 @@ def fused_decode_attention(
         [B, Hq, D], new, contiguous, qkv's dtype. Raises `KernelError` where shapes, dtypes or strides do not fit.
     """
     if not runs_kernel(qkv):
-        q = elementwise.rope_store_kv(
-            qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
-        )
-        return attention.decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace)
+        return reference.fused_decode_attention(
+            qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, block_tables, context_lens, num_heads, scale,
+            q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
     out = torch.empty(qkv.shape[0], num_heads, k_cache.shape[-1], dtype=qkv.dtype, device=qkv.device)
     plan_fused_decode_attention(
         qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, block_tables, context_lens, scale, workspace, out,

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.kernels.hopper_linear_kernel import _hopper_linear_kernel
-from tritonllm.kernels.launch import Launch, cdiv, check, nvidia_capability, shape_of
+from tritonllm.kernels.launch import Launch, cdiv, check, nvidia_capability, on_gpu, shape_of
 from tritonllm.kernels.reference import linear
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -164,8 +164,8 @@ def hopper_linear(
     Raises:
         KernelError: shapes, dtypes or strides do not fit, or the GPU is not of the Hopper family.
     """
-    if not x.is_cuda:
-        return linear.skinny_linear(x, weight, bias=bias, gated=gated)
+    if not on_gpu(x):
+        return linear.hopper_linear(x, weight, bias=bias, gated=gated)
     _require_hopper(x.device)
     out = torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=x.dtype, device=x.device)
     plan_hopper_linear(x, weight, out, bias=bias, gated=gated).run()
@@ -178,8 +178,8 @@ def hopper_linear_parts(x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Te
     Returns:
         float32 [S, M, N], new, contiguous; S depends on M and N alone.
     """
-    if not x.is_cuda:
-        return linear.linear_parts(x, weight, bias)
+    if not on_gpu(x):
+        return linear.hopper_linear_parts(x, weight, bias=bias)
     _require_hopper(x.device)
     rows = weight.shape[0]
     splits = choose_tile(x.shape[0], rows, gated=False, parts=True).splits

@@ -12,15 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
-
-# The copy was renamed after Triton 3.6.
-_load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from tritonllm.kernels.gluon_adapter import load_async
 
 
 @gluon.jit
@@ -31,16 +28,16 @@ def _load_weight(weight_desc, weight_smem, ready, step, first_row, first_column,
     column = first_column + step * BLOCK_K
     mbarrier.expect(ready.index(stage), BYTES)
     if GATED:
-        _load_async(weight_desc, [first_row, column], ready.index(stage), weight_smem.index(2 * stage))
-        _load_async(weight_desc, [up_row, column], ready.index(stage), weight_smem.index(2 * stage + 1))
+        load_async(weight_desc, [first_row, column], ready.index(stage), weight_smem.index(2 * stage))
+        load_async(weight_desc, [up_row, column], ready.index(stage), weight_smem.index(2 * stage + 1))
     else:
-        _load_async(weight_desc, [first_row, column], ready.index(stage), weight_smem.index(stage))
+        load_async(weight_desc, [first_row, column], ready.index(stage), weight_smem.index(stage))
 
 
 @gluon.jit
 def _load_x(x_desc, x_smem, ready, step, first_token, first_column, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     stage = step % STAGES
-    _load_async(x_desc, [first_token, first_column + step * BLOCK_K], ready.index(stage), x_smem.index(stage))
+    load_async(x_desc, [first_token, first_column + step * BLOCK_K], ready.index(stage), x_smem.index(stage))
 
 
 @gluon.jit

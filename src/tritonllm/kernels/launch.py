@@ -7,7 +7,6 @@ the tests compile is what users run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,24 +18,14 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonllm.errors import KernelError
+from tritonllm.kernels.recording import GPU, recorded_gpu, recorded_launches
+from tritonllm.kernels.variant import Variant, variant
 
 # Triton 3.10 turns the fusion of multiply and add off by default; our numbers should not change with its version.
 _OPTIONS = {"enable_fp_fusion": True}
-
-_POINTER_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 def interpreting() -> bool:
@@ -44,25 +33,45 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU, or stands for one that does in a recording."""
+    return tensor.is_cuda or recorded_gpu() is not None
+
+
 def runs_kernel(tensor: torch.Tensor) -> bool:
     """The dispatch rule: a GPU tensor always takes the kernel, a CPU tensor only in the interpreter.
 
     There is no fallback from a kernel that fails to its reference.
     """
-    return tensor.is_cuda or interpreting()
+    return on_gpu(tensor) or interpreting()
+
+
+def gpu_of(device: torch.device) -> GPU:
+    """What plans may know of a device; in a recording, of the GPU that every device counts as."""
+    return recorded_gpu() or _present_gpu(device)
 
 
 @cache
+def _present_gpu(device: torch.device) -> GPU:
+    """Where there is no GPU to ask: the smallest class of shared memory, and the multiprocessors of an H200."""
+    if device.type != "cuda" or interpreting():
+        return GPU(capability=(0, 0), shared_memory=64 * 1024, num_sms=132)
+    properties = torch.cuda.get_device_properties(device)
+    gpu = GPU(
+        capability=torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0),
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        num_sms=properties.multi_processor_count,
+    )
+    return gpu.as_allowed()
+
+
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU, `(0, 0)` where kernels keep to what every GPU has.
 
     That is on other devices, in the interpreter, and with ``TRITONLLM_PORTABLE=1`` in the environment, which is there
     to measure that path and to tell a fault of the hardware's special ways from a fault of the rest.
     """
-    special = device.type == "cuda" and torch.version.hip is None and not interpreting()
-    if not special or os.environ.get("TRITONLLM_PORTABLE") == "1":
-        return (0, 0)
-    return torch.cuda.get_device_capability(device)
+    return gpu_of(device).capability
 
 
 def supports_pdl(device: torch.device) -> bool:
@@ -115,6 +124,8 @@ def compiling_ahead() -> Iterator[None]:
 def _kind(value: Any) -> Any:
     """All that Triton looks at in a run-time argument when it chooses a compiled kernel, or more."""
     if isinstance(value, torch.Tensor):
+        if torch.version.hip is not None:  # a tensor below 2 GiB is addressed by 32-bit offsets there
+            return value.dtype, value.data_ptr() % 16, value.untyped_storage().nbytes() < 2**31
         return value.dtype, value.data_ptr() % 16
     if type(value) is int:
         return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31)
@@ -143,8 +154,12 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Launch on the current stream of the tensors' device, or in the interpreter."""
+        """Launch on the current stream of the tensors' device, or in the interpreter; in a recording, be noted."""
         if 0 in self.grid:
+            return
+        recorded = recorded_launches()
+        if recorded is not None:
+            recorded.append(self)
             return
         if interpreting():
             self._interpret()
@@ -197,49 +212,13 @@ class Launch:
             )
         self.kernel[self.grid](**self.args, **self.constexprs)
 
+    def variant(self, target: GPUTarget) -> Variant:
+        """What Triton would compile for this launch on that GPU."""
+        return variant(self.kernel, {**self.args, **self.constexprs}, {**_OPTIONS, **self.options}, target)
+
     def aot(self, target: GPUTarget) -> Any:
         """Compile for a GPU that need not be present, with the specialisation that a launch would choose.
 
         Returns Triton's compiled kernel: `.asm` holds the stages, `.metadata.shared` the bytes of shared memory.
         """
-        signature, constexprs, attributes = self._specialise()
-        make_source = GluonASTSource if self.kernel.is_gluon() else ASTSource
-        source = make_source(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-        return triton.compile(source, target=target, options={**_OPTIONS, **self.options})
-
-    def _specialise(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list]]:
-        """Signature, constants and alignment facts as Triton derives them at a launch.
-
-        Pointers count as 16-byte aligned, as the allocator gives them; an int that may be specialised becomes a
-        constant when it is 1 and is known to be divisible when it is a multiple of 16.
-        """
-        signature: dict[str, str] = {}
-        constexprs: dict[tuple[int, ...], Any] = {}
-        attributes: dict[tuple[int, ...], list] = {}
-        for index, parameter in enumerate(self.kernel.params):
-            name = parameter.name
-            if parameter.is_constexpr:
-                signature[name] = "constexpr"
-                constexprs[(index,)] = self.constexprs.get(name, parameter.default)
-                continue
-            value = self.args[name]
-            if value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize):
-                signature[name] = "constexpr"
-                constexprs[(index,)] = value
-            elif isinstance(value, torch.Tensor):
-                signature[name] = _POINTER_TYPES[value.dtype]
-                if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-            elif isinstance(value, TensorDescriptor):
-                box = ",".join(str(size) for size in value.block_shape)
-                element = _POINTER_TYPES[value.base.dtype].removeprefix("*")
-                signature[name] = f"tensordesc<{element}[{box}],{value.layout!r}>"
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            elif isinstance(value, int):
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0 and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-            else:
-                raise KernelError(f"{self.kernel.fn.__name__}: argument {name} has no Triton type: {value!r}")
-        return signature, constexprs, attributes
+        return self.variant(target).compile()

@@ -6,14 +6,13 @@ in base 2: the caller scales by log2(e).
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import check, shape_of
+from tritonllm.kernels.launch import check, gpu_of, shape_of
 
 LOG2_E = math.log2(math.e)
 
@@ -56,13 +55,9 @@ def online_softmax_step(scores, values, scale_log2, acc, total, peak):
     return acc, total, new_peak
 
 
-@functools.lru_cache
 def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory one program may use on a device; the smallest class where there is no GPU to ask."""
-    if device.type != "cuda":
-        return 64 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return gpu_of(device).shared_memory
 
 
 def check_paged(

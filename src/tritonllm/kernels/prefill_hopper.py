@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritonllm.kernels.launch import Launch, nvidia_capability
+from tritonllm.kernels.launch import Launch, gpu_of, nvidia_capability
 from tritonllm.kernels.paged_attention import LOG2_E
 from tritonllm.kernels.prefill_hopper_kernel import _prefill_hopper_kernel
 
@@ -17,7 +15,6 @@ KEYS = 128
 _STAGES = 2
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
-_SMS_OF_AN_H100 = 132
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -51,12 +48,9 @@ def lies_in_rows(q: torch.Tensor, k_cache: torch.Tensor, out: torch.Tensor) -> b
     )
 
 
-@functools.lru_cache
 def num_programs(device: torch.device) -> int:
     """One program an SM, all that fit: each takes most of the shared memory."""
-    if device.type != "cuda":
-        return _SMS_OF_AN_H100
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu_of(device).num_sms
 
 
 def plan_prefill_hopper(

@@ -16,13 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# The copy was renamed after Triton 3.6.
-_load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from tritonllm.kernels.gluon_adapter import load_async
 
 
 @gluon.jit
@@ -69,8 +67,8 @@ def _produce(
             mbarrier.wait(q_empty, (taken & 1) ^ 1)
             mbarrier.expect(q_full, 128 * HEAD_DIM * 2)
             token = query_start + first_row
-            _load_async(q_desc, [token, head * HEAD_DIM], q_full, q_smem.index(0))
-            _load_async(q_desc, [token + 64, head * HEAD_DIM], q_full, q_smem.index(1))
+            load_async(q_desc, [token, head * HEAD_DIM], q_full, q_smem.index(0))
+            load_async(q_desc, [token + 64, head * HEAD_DIM], q_full, q_smem.index(1))
             taken += 1
             table_row_ptr = block_tables_ptr + sequence.to(gl.int64) * table_stride
             for i in range(num_blocks):
@@ -80,10 +78,10 @@ def _produce(
                 row = gl.load(table_row_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
                 mbarrier.wait(k_empty.index(stage), phase)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
-                _load_async(k_desc, [row, column], k_full.index(stage), k_smem.index(stage))
+                load_async(k_desc, [row, column], k_full.index(stage), k_smem.index(stage))
                 mbarrier.wait(v_empty.index(stage), phase)
                 mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
-                _load_async(v_desc, [row, column], v_full.index(stage), v_smem.index(stage))
+                load_async(v_desc, [row, column], v_full.index(stage), v_smem.index(stage))
                 loaded += 1
 
 

@@ -20,14 +20,18 @@ from tritonllm.kernels.tuning_file import read_json
 from tritonllm.kernels.tuning_table import UNTUNED, Tuning
 
 
-@cache
 def tuning_of(device: torch.device) -> Tuning:
     """The table that decides on this device. Files and environment are read once in a process.
 
     Raises:
         ConfigError: `TRITONLLM_TUNING` names a file that is no table.
     """
-    named, shipped = named_tuning(), shipped_tuning(nvidia_capability(device))
+    return _tuning(nvidia_capability(device))
+
+
+@cache
+def _tuning(capability: tuple[int, int]) -> Tuning:
+    named, shipped = named_tuning(), shipped_tuning(capability)
     return shipped if named is None else named.over(shipped)
 
 

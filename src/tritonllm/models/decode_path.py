@@ -8,6 +8,8 @@ from functools import cache
 import torch
 
 from tritonllm.kernels.hopper_linear import serves_shape
+from tritonllm.kernels.launch import gpu_of
+from tritonllm.kernels.recording import GPU
 from tritonllm.kernels.tuning import tuning_of
 
 
@@ -24,7 +26,6 @@ class DecodePath(Enum):
     SEPARATE = "separate"
 
 
-@cache
 def decode_path(
     num_rows: int, in_features: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> DecodePath:
@@ -37,6 +38,14 @@ def decode_path(
         in_features: hidden size, heads * head_dim and intermediate size.
         dtype, device: of the hidden states.
     """
+    return _decode_path(num_rows, in_features, dtype, device, gpu_of(device))
+
+
+@cache
+def _decode_path(
+    num_rows: int, in_features: tuple[int, int, int], dtype: torch.dtype, device: torch.device, gpu: GPU
+) -> DecodePath:
+    """The same; what the device counts as, which a recording changes, is part of the key."""
     path = DecodePath(tuning_of(device).path(num_rows, in_features[0]))
     if path is DecodePath.HOPPER and not all(serves_shape(size, dtype, device) for size in in_features):
         return DecodePath.SEPARATE

@@ -14,6 +14,8 @@ from tritonllm.errors import ConfigError
 class TPGroup:
     """A group of one rank, which every layer takes from the start; larger groups override the collectives.
 
+    Without that a larger group has the shapes of one of its ranks, for meta tensors.
+
     Attributes:
         rank: this process, `0 <= rank < size`.
         size: number of processes that hold one model together.
@@ -47,7 +49,7 @@ class TPGroup:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, stacked in the order of the ranks: `[...]` to `[size, ...]`."""
-        return tensor[None]
+        return tensor.expand(self.size, *tensor.shape)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""

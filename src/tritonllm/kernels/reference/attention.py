@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tritonllm.kernels.reference.elementwise import rope_store_kv
+
 _ROWS_AT_ONCE = 256  # bounds the score matrix of a long prompt, and skips most keys above the causal diagonal
 
 
@@ -68,8 +70,9 @@ def decode_attention(
     context_lens: torch.Tensor,
     scale: float,
     workspace: object = None,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `kernels.decode_attention`. `workspace` only joins the programs of a GPU and is not read here."""
+    """As `kernels.decode_attention`. `workspace` and `order` only steer the programs of a GPU and are not read here."""
     batch, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -82,3 +85,32 @@ def decode_attention(
         weights = (queries[sequence] @ keys.transpose(1, 2)).softmax(-1)  # [Hkv, G, context_len]
         out[sequence] = (weights @ values).view(num_heads, head_dim)
     return out
+
+
+def fused_decode_attention(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    workspace: object = None,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    order: torch.Tensor | None = None,
+    early_reads: bool = False,
+) -> torch.Tensor:
+    """As `kernels.fused_decode_attention`: the two ops that it fuses, one after the other.
+
+    `workspace`, `order` and `early_reads` only steer the programs of a GPU and are not read here.
+    """
+    q = rope_store_kv(
+        qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
+    )
+    return decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale)

@@ -30,6 +30,13 @@ def skinny_linear(
     return y if out is None else out.copy_(y)
 
 
-def linear_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def hopper_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, gated: bool = False
+) -> torch.Tensor:
+    """See `kernels.hopper_linear.hopper_linear`."""
+    return skinny_linear(x, weight, bias=bias, gated=gated)
+
+
+def hopper_linear_parts(x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.hopper_linear.hopper_linear_parts`; all in one part."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())[None]

@@ -1,16 +1,22 @@
-"""Batches over a paged KV cache whose every element that must not be read is poison."""
+"""Batches over a paged KV cache whose every element that must not be read is poison.
+
+A cache is [num_blocks, block_size, Hk, D], of key and of value. Poison is
+
+- NaN or infinity in every block that no sequence has, and behind the last key in the last block of one that does;
+- -1 or 2^31 - 1 in every entry of a block table behind the blocks of its sequence;
+
+and q [T, Hq, D] lies in rows of q, k and v heads, as it does after a fused projection, so it is not contiguous.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from hypothesis import settings
 
-from tritonllm.kernels.launch import interpreting
+from tritonllm.testing.tensors import kernel_device
 
-# Most examples are a shape of their own: seconds of interpretation on a CPU, a compilation on a GPU.
-EXAMPLES = settings(max_examples=8 if interpreting() else 20)
 _GARBAGE_IDS = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)  # what may follow the used part of a table row
 
 
@@ -26,20 +32,32 @@ class Shape:
 
     @property
     def num_heads(self) -> int:
+        """Query heads."""
         return self.num_kv_heads * self.group
 
     @property
     def scale(self) -> float:
+        """The usual factor of the scores."""
         return self.head_dim**-0.5
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Queries, keys and values of a batch, dense by sequence and as the ops take them."""
+    """Queries, keys and values of a batch, dense by sequence and as the ops take them.
+
+    Attributes:
+        query_lens, contexts: new tokens and all tokens of each sequence, B of each.
+        keys, values: [context, Hk, D] of each sequence, what the caches hold of it.
+        q: [T, Hq, D], T the sum of query_lens; strided.
+        k_cache, v_cache: [num_blocks, block_size, Hk, D].
+        block_tables: int32 [B, W], W two more than the longest sequence has blocks.
+        cu_seqlens_q: int32 [B + 1].
+        context_lens: int32 [B].
+    """
 
     query_lens: list[int]
     contexts: list[int]
-    keys: list[torch.Tensor]  # [context, Hkv, D] of each sequence
+    keys: list[torch.Tensor]
     values: list[torch.Tensor]
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -50,26 +68,31 @@ class PagedBatch:
 
     @property
     def cache(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """k_cache, v_cache and block_tables, which follow each other in the attention ops."""
         return self.k_cache, self.v_cache, self.block_tables
 
 
-def cu_seqlens(query_lens: list[int], device: torch.device) -> torch.Tensor:
+def cu_seqlens(query_lens: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """int32 [B + 1]: where the queries of each sequence begin, and where the last end."""
     return torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(device)
 
 
 def paged_batch(
     shape: Shape,
-    query_lens: list[int],
-    contexts: list[int],
+    query_lens: Sequence[int],
+    contexts: Sequence[int],
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
     seed: int,
     layout_seed: int = 0,
 ) -> PagedBatch:
-    """A batch with contents from `seed`; `layout_seed` only decides where the blocks lie.
+    """A batch with contents from `seed`; `layout_seed` only decides where the blocks lie and which poison is where.
 
-    Free blocks and the unwritten ends of used ones hold NaN and infinities, table ends hold -1 and huge ids, and q is
-    a view into wider rows, as it is after a fused projection.
+    Args:
+        shape: heads and cache.
+        query_lens: new tokens of each sequence, none more than its context.
+        contexts: tokens of each sequence with the new ones; 0 for a row that holds none.
+        dtype, device: of q and the caches.
     """
     generator = torch.Generator().manual_seed(seed)
     layout = torch.Generator().manual_seed(layout_seed)
@@ -93,8 +116,8 @@ def paged_batch(
     if shape.heads_first:
         caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
     return PagedBatch(
-        query_lens=query_lens,
-        contexts=contexts,
+        query_lens=list(query_lens),
+        contexts=list(contexts),
         keys=dense[0],
         values=dense[1],
         q=wide.to(dtype).to(device)[:, : shape.num_heads],
@@ -104,6 +127,30 @@ def paged_batch(
         cu_seqlens_q=cu_seqlens(query_lens, device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
     )
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """What a batch is made from: small enough to be printed and to be written down again."""
+
+    shape: Shape
+    query_lens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    layout_seed: int = 0
+
+    def build(self, device: torch.device | str | None = None) -> PagedBatch:
+        """The batch; default device: `kernel_device()`."""
+        return paged_batch(
+            self.shape,
+            self.query_lens,
+            self.contexts,
+            self.dtype,
+            device or kernel_device(),
+            self.seed,
+            self.layout_seed,
+        )
 
 
 def dense_attention(batch: PagedBatch, scale: float) -> torch.Tensor:
@@ -119,19 +166,3 @@ def dense_attention(batch: PagedBatch, scale: float) -> torch.Tensor:
         scores = scores.masked_fill(torch.arange(context) > positions[:, None], float("-inf"))
         out.append(torch.einsum("hqn,nhd->qhd", scores.softmax(-1), values))
     return torch.cat(out)
-
-
-def two_large_caches(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Caches of 8194 blocks of 256 x 8 x 128, and tables [2, 4] of equal blocks: the first four and the last four.
-
-    Block 8192 is the first whose element offset needs more than 31 bits.
-    """
-    caches = []
-    for seed in (1, 2):
-        generator = torch.Generator(device).manual_seed(seed)
-        cache = torch.full((8194, 256, 8, 128), float("nan"), dtype=torch.bfloat16, device=device)
-        cache[:4] = torch.randn(4, 256, 8, 128, generator=generator, device=device)
-        cache[-4:] = cache[:4]
-        caches.append(cache)
-    tables = torch.tensor([[0, 1, 2, 3], [8190, 8191, 8192, 8193]], dtype=torch.int32, device=device)
-    return caches[0], caches[1], tables

@@ -22,7 +22,7 @@ class Bound:
     reason: str
 
 
-_BOUNDS = {
+BOUNDS = {
     "rms_norm": Bound(
         3, 0, 16, 0, "a sum of squares in another order may flip the first rounding, the weight then doubles that ULP"
     ),
@@ -34,12 +34,24 @@ _BOUNDS = {
     "rope_store_kv": Bound(4, 8, 32, 32, "a norm (3 ULP) of values up to about 4, then a rotation that may cancel"),
     "prefill_attention": Bound(4, 4, 64, 64, "probabilities are rounded to the operand type before the second product"),
     "decode_attention": Bound(4, 4, 64, 64, "as prefill_attention; partial results are merged in fp32"),
+    "skinny_linear": Bound(
+        4, 8, 64, 64, "a sum over K in another order, of products of about 1 in total, rounded up to four times"
+    ),
+    "hopper_linear": Bound(4, 8, 64, 64, "as skinny_linear"),
 }
+"""By the name of the op. Of `fused_decode_attention` the output has the bound of `decode_attention`, and the keys
+have that of `rope_store_kv`. What other ops give is compared bit for bit."""
 
 
 def tolerance(op: str, dtype: torch.dtype) -> dict[str, float]:
-    """Keyword arguments for `torch.testing.assert_close`: atol and rtol of an op with outputs of this type."""
-    bound = _BOUNDS[op]
+    """Keyword arguments for `torch.testing.assert_close`: atol and rtol of an op with outputs of this type.
+
+    Raises:
+        ValueError: the table has no such op.
+    """
+    if op not in BOUNDS:
+        raise ValueError(f"there is no bound for {op!r}, only for {', '.join(BOUNDS)}; other ops give the same bits")
+    bound = BOUNDS[op]
     ulp = torch.finfo(dtype).eps
     if dtype == torch.float32:
         return {"rtol": bound.relative_fp32 * ulp, "atol": bound.absolute_fp32 * ulp}

@@ -1,15 +1,22 @@
-"""Decode steps whose new tokens are still in qkv, over a paged cache where all that must not be read is poison."""
+"""Decode steps whose new tokens are still in qkv, over a paged cache where all that must not be read is poison.
+
+Poison is that of `paged`, and NaN in the places of the cache where the new keys and values will go, and behind each row
+of qkv. A row of context 0 has slot -1.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from paged import PagedBatch, Shape, paged_batch
-from tensors import Draw
+
+from tritonllm.testing.paged import PagedBatch, Shape, paged_batch
+from tritonllm.testing.tensors import Draw, kernel_device
 
 MAX_POSITION = 512
+"""Rows of the table of angles; a context has at most as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,17 @@ class Rotary:
 
 @dataclass
 class Step:
-    """One decode step: a batch whose newest key and value are still in qkv alone, its cache place being poison."""
+    """One decode step: a batch whose newest key and value are still in qkv alone, its cache place being poison.
+
+    Attributes:
+        shape: heads and cache.
+        batch: the earlier tokens. Its q, and the newest of its dense keys and values, belong to no token of this step.
+        qkv: [B, (Hq + 2 Hk) * D], rows padded by 16 elements of NaN.
+        cos_sin: float32 [MAX_POSITION, R] of any angles.
+        positions: int32 [B], context - 1, or 0 where the context is 0.
+        slots: int32 [B], where the new token goes, or -1 where the context is 0.
+        norms: `q_norm`, `k_norm` [D] and `eps` as keywords, or nothing.
+    """
 
     shape: Shape
     batch: PagedBatch
@@ -33,9 +50,12 @@ class Step:
     norms: dict[str, Any] = field(default_factory=dict)
 
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(cache.clone(memory_format=torch.preserve_format) for cache in self.batch.cache[:2])
+        """Copies of both caches, with their strides, for an op to write to."""
+        k_cache, v_cache = (cache.clone(memory_format=torch.preserve_format) for cache in self.batch.cache[:2])
+        return k_cache, v_cache
 
     def arguments(self, caches: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The first arguments of `fused_decode_attention`, up to the context lengths, over these caches."""
         return (
             self.qkv, self.cos_sin, self.positions, *caches, self.slots, self.batch.block_tables,
             self.batch.context_lens,
@@ -45,12 +65,16 @@ class Step:
 def decode_step(
     shape: Shape,
     rotary: Rotary,
-    contexts: list[int],
+    contexts: Sequence[int],
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
     seed: int,
     layout_seed: int = 0,
 ) -> Step:
+    """A step with contents from `seed`; contexts count the new token, at most `MAX_POSITION`, 0 for a row without one.
+
+    `layout_seed` only decides where the blocks lie.
+    """
     batch = paged_batch(shape, [1] * len(contexts), contexts, dtype, device, seed, layout_seed)
     draw = Draw(seed + 1, device)
     angles = draw.normal(MAX_POSITION, shape.head_dim // rotary.part // 2, scale=3.0)
@@ -82,3 +106,20 @@ def decode_step(
         if rotary.normed
         else {},
     )
+
+
+@dataclass(frozen=True)
+class DecodeStepCase:
+    """What a step is made from."""
+
+    shape: Shape
+    rotary: Rotary
+    contexts: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    layout_seed: int = 0
+
+    def build(self, device: torch.device | str | None = None) -> Step:
+        """The step; default device: `kernel_device()`."""
+        device = device or kernel_device()
+        return decode_step(self.shape, self.rotary, self.contexts, self.dtype, device, self.seed, self.layout_seed)

@@ -1,0 +1,191 @@
+"""Starts of tiny models, recorded for GPUs that are not here: which kernels each family of GPUs gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from tritonllm import EngineConfig, ModelSpec
+from tritonllm.engine import recorded_start as module
+from tritonllm.engine.cuda_graphs import bucket_sizes
+from tritonllm.engine.model_runner import ModelRunner
+from tritonllm.engine.recorded_start import recorded_start
+from tritonllm.errors import ConfigError
+from tritonllm.kernels.compile_matrix import distinct
+from tritonllm.kernels.launch import Launch, gpu_of, nvidia_capability
+from tritonllm.kernels.norm import rms_norm
+from tritonllm.kernels.recording import recording
+from tritonllm.kernels.targets import TARGETS
+from tritonllm.models.decoder import DecoderLM
+from tritonllm.registry import ModelRegistry
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "max_position": 512,
+    "tie_word_embeddings": False,
+    "base": 10000.0,
+    "rms_norm_epsilon": 1e-6,
+}
+HOPPER_ONLY = {"_hopper_linear_kernel", "_prefill_hopper_kernel"}
+EVERYWHERE = {
+    "_load_rows_kernel",
+    "_advance_rows_kernel",
+    "_longest_first_kernel",
+    "_fused_decode_attention_kernel",
+    "_decode_attention_kernel",
+    "_prefill_attention_kernel",
+    "_rope_store_kernel",
+    "_silu_and_mul_kernel",
+    "_add_rms_norm_kernel",
+    "_rms_norm_kernel",
+    "_gemv_kernel",
+    "_tile_max_kernel",
+    "_narrow_kernel",
+    "_threshold_kernel",
+    "_pick_kernel",
+    "_merge_kernel",
+}
+
+
+def config(name: str = "Llama-3.2-1B", **keys: object) -> EngineConfig:
+    return EngineConfig(name, load_format="dummy", **{"max_num_sequences": 24, **SHAPE, **keys})
+
+
+def start(target: str, name: str = "Llama-3.2-1B", **keys: object) -> list[Launch]:
+    return recorded_start(config(name, **keys), TARGETS[target].counts_as)
+
+
+def names(launches: list[Launch]) -> set[str]:
+    return {launch.kernel.fn.__name__ for launch in launches}
+
+
+def of(launches: list[Launch], kernel: str) -> list[Launch]:
+    return [launch for launch in launches if launch.kernel.fn.__name__ == kernel]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_family_gets_its_kernels(target: str) -> None:
+    launches = start(target)
+    hopper = target == "sm_90"
+    assert names(launches) >= EVERYWHERE | (HOPPER_ONLY if hopper else set())
+    assert any(launch.kernel.is_gluon() for launch in launches) == hopper
+    if not hopper:
+        assert not names(launches) & HOPPER_ONLY
+    newer = target in ("sm_90", "sm_100", "sm_120")
+    assert any(launch.options.get("launch_pdl") for launch in launches) == newer
+    assert {launch.constexprs["HARDWARE_LOG"] for launch in of(launches, "_pick_kernel")} == {target.startswith("sm")}
+
+
+def test_the_shared_memory_of_the_family_decides_on_tiles() -> None:
+    keys = {target: of(start(target), "_prefill_attention_kernel")[0].constexprs["BLOCK_N"] for target in TARGETS}
+    assert keys == {target: 64 if TARGETS[target].shared_limit >= 227 * 1024 else 32 for target in TARGETS}
+
+
+def test_its_number_of_multiprocessors_decides_on_splits() -> None:
+    gpu = TARGETS["sm_80"].counts_as
+    for num_sms, splits in ((108, 32), (8, 8)):
+        launches = recorded_start(config(), dataclasses.replace(gpu, num_sms=num_sms))
+        assert max(launch.constexprs["SPLITS"] for launch in of(launches, "_decode_attention_kernel")) == splits
+
+
+def test_every_bucket_of_a_decode_step_is_there_with_both_ends() -> None:
+    launches = start("sm_80")
+    for kernel in ("_load_rows_kernel", "_advance_rows_kernel"):
+        sizes = [launch.args["num_rows"] for launch in of(launches, kernel)]
+        assert {size: sizes.count(size) for size in sizes} == dict.fromkeys(bucket_sizes(24), 4)  # 2 pools x 2 ends
+    assert {launch.args["thresholds_ptr"] is None for launch in of(launches, "_pick_kernel")} == {True, False}
+
+
+def test_short_prefills_are_there_as_graphs_run_them_and_not_without_graphs() -> None:
+    tokens = {launch.grid[0] for launch in of(start("sm_80"), "_silu_and_mul_kernel")}
+    eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_silu_and_mul_kernel")}
+    # 16 is a size of decode steps as well; 8 rows are what a padded prefill samples, and its last layer works for.
+    assert tokens - eager == {8, 32, 64, 128, 256, 512}
+
+
+def test_the_structure_of_the_family_of_models_shows() -> None:
+    for name, normed in (("Llama-3.2-1B", False), ("Qwen3-0.6B", True)):
+        for kernel in ("_rope_store_kernel", "_fused_decode_attention_kernel"):
+            assert {launch.args["q_norm_ptr"] is not None for launch in of(start("sm_90", name), kernel)} == {normed}
+
+
+class NormedHead(DecoderLM):
+    """Another norm before its head, and so logits of its own."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(rms_norm(hidden, self.model.norm.weight, 0.5))
+
+
+def test_a_model_of_a_plugin_is_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = ModuleType("plugin_of_this_test")
+    plugin.NormedHead = NormedHead  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    registry = ModelRegistry([])
+    registry.add(ModelSpec(name="normed", model="plugin_of_this_test:NormedHead", checkpoints=("Normed-1M",)))
+    monkeypatch.setattr("tritonllm.engine.resolve.default_registry", lambda: registry)
+    own = [launch for launch in of(start("sm_80", "Normed-1M"), "_rms_norm_kernel") if launch.args["eps"] == 0.5]
+    assert {launch.args["x_ptr"].shape[0] for launch in own} >= set(bucket_sizes(24))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_meta_tensors_are_aligned_as_memory_is(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels are compiled for real tensors, here on the CPU, under the same driver's rules."""
+    keys = {"max_cached_blocks": 4, "max_num_batched_tokens": 64}
+    on_meta = distinct(start(target, **keys), TARGETS[target])
+    resolve = module.resolve_model
+
+    def resolve_on_cpu(config: EngineConfig, *, recorded: bool) -> object:
+        return dataclasses.replace(resolve(config, recorded=recorded), device=torch.device("cpu"))
+
+    make: Callable = ModelRunner.make_prefill_graphs
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what no kernel writes is looked up by
+    monkeypatch.setattr(module, "resolve_model", resolve_on_cpu)
+    monkeypatch.setattr(ModelRunner, "make_prefill_graphs", lambda self, padded: make(self, True))
+    on_cpu = distinct(start(target, **keys), TARGETS[target])
+    assert all(tensor.device.type == "cpu" for launch in on_cpu.values() for tensor in _tensors(launch))
+    assert on_cpu.keys() == on_meta.keys()
+    columns = [dict(variant.attributes).get((1,)) for variant in on_meta if variant.kernel == "_pick_kernel"]
+    assert columns
+    assert ("tt.divisibility", 16) not in columns, "temperatures lie 8 bytes into a row"
+
+
+def _tensors(launch: Launch) -> list[torch.Tensor]:
+    return [value for value in launch.args.values() if isinstance(value, torch.Tensor)]
+
+
+def test_the_portable_path_is_recorded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONLLM_PORTABLE", "1")
+    launches = start("sm_90")
+    assert not names(launches) & HOPPER_ONLY
+    assert not any("launch_pdl" in launch.options for launch in launches)
+
+
+def test_one_recording_leaves_nothing_for_the_next() -> None:
+    cpu, before = torch.device("cpu"), gpu_of(torch.device("cpu"))
+    first = distinct(start("sm_90"), TARGETS["sm_90"])
+    assert (gpu_of(cpu), nvidia_capability(cpu)) == (before, (0, 0))
+    start("sm_80")
+    assert distinct(start("sm_90"), TARGETS["sm_90"]).keys() == first.keys()
+    x, weight = torch.ones(2, 64), torch.ones(64)
+    with recording(TARGETS["sm_80"].counts_as) as launches:
+        rms_norm(x, weight, 1e-6)
+    assert names(launches) == {"_rms_norm_kernel"}
+    rms_norm(x, weight, 1e-6)
+    assert len(launches) == 1
+
+
+def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "interpreting", lambda: True)
+    with pytest.raises(ConfigError, match="unset TRITON_INTERPRET"):
+        start("sm_80")
