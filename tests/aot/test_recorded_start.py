@@ -87,6 +87,16 @@ def test_a_family_gets_its_kernels(target: str) -> None:
     assert {launch.constexprs["HARDWARE_LOG"] for launch in of(launches, "_pick_kernel")} == {target.startswith("sm")}
 
 
+def test_a_start_of_several_ranks_launches_what_rank_0_does() -> None:
+    launches = start("sm_90", world_size=2)
+    (columns,) = {
+        launch.args["vocab_size"] for launch in of(launches, "_pick_kernel") if launch.args["thresholds_ptr"] is None
+    }
+    assert columns == SHAPE["vocab_size"] // 2
+    assert {launch.args["tiles"] for launch in of(launches, "_merge_kernel")} >= {2}  # the best of the ranks
+    assert not names(launches) & HOPPER_ONLY - {"_prefill_hopper_kernel"}  # which leave no place for an all-reduce
+
+
 def test_the_shared_memory_of_the_family_decides_on_tiles() -> None:
     keys = {target: of(start(target), "_prefill_attention_kernel")[0].constexprs["BLOCK_N"] for target in TARGETS}
     assert keys == {target: 64 if TARGETS[target].shared_limit >= 227 * 1024 else 32 for target in TARGETS}

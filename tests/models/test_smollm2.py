@@ -46,6 +46,13 @@ def test_it_knows_the_capital_of_france(answer) -> None:
     assert answer["finish_reason"] == ["stop"]
 
 
+@pytest.mark.slow
+def test_three_ranks_know_it_too(path, answer) -> None:
+    """9 heads and 3 key heads; each rank reads the GGUF file itself."""
+    with LLMEngine(NAME, world_size=3, device="cpu", block_size=16, max_model_length=128) as engine:
+        assert engine.chat(QUESTION, GREEDY) == answer
+
+
 def test_streamed_pieces_beside_another_request_join_to_the_same_answer(engine: LLMEngine, answer) -> None:
     japan = [{"role": "user", "content": "What is the capital of Japan?"}]
     prompts = [engine.apply_chat_template(japan), engine.apply_chat_template(QUESTION)]

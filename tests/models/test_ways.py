@@ -59,6 +59,14 @@ def test_every_way_samples_the_same_tokens(tiny, family: str, heads: str) -> Non
     assert_ways_agree(folder, prompts(), 24, sampled=True, device="cpu")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("family", "heads"), [("llama", "4/2x32"), ("qwen2", "28/4x32"), ("qwen3", "8/1x80")])
+def test_two_ranks_give_the_tokens_of_one(tiny, family: str, heads: str, sampled: bool) -> None:
+    folder, _ = tiny(family, heads=heads)
+    assert_ways_agree(folder, prompts(), 24, ["two ranks"], sampled=sampled, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("family", "heads", "sampled"),
     [

@@ -141,14 +141,24 @@ class TestGenerate:
 
     def test_the_options_reach_the_engine(self, run, engine) -> None:
         options = "-n 7 -t 0.5 --top-p 0.9 --top-k 20 --seed 3 --max-model-length 99 --device cpu --dtype float16"
-        run("generate", "some/model", "hi", *options.split(), "--enforce-eager", "--system", "be brief")
+        run(
+            "generate",
+            "some/model",
+            "hi",
+            *options.split(),
+            "--enforce-eager",
+            "--world-size",
+            "2",
+            "--system",
+            "be brief",
+        )
         made = engine.made[0]
         assert made.params == [SamplingParams(max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, seed=3)]
         assert made.prompts == ["system:be brief|user:hi"]
         config = made.config
         assert (config.model_name_or_path, config.max_model_length) == ("some/model", 99)
         assert (config.device, config.dtype, config.enforce_eager) == ("cpu", "float16", True)
-        assert config.max_num_sequences == 1
+        assert (config.max_num_sequences, config.world_size) == (1, 2)
 
     def test_defaults_are_those_of_sampling_params_but_for_the_length(self, run, engine) -> None:
         run("generate", "m", "hi")

@@ -46,6 +46,7 @@ Stats = Annotated[bool, typer.Option("--stats", help="Print token counts and tim
 MaxModelLength = Annotated[int | None, typer.Option("--max-model-length", help="Most tokens of prompt and output.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
 DType = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+WorldSize = Annotated[int, typer.Option("--world-size", help="Ranks that hold the model together, one a GPU.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs: starts sooner.")]
 
 
@@ -64,6 +65,7 @@ def generate(
     device: Device = "auto",
     dtype: DType = "auto",
     enforce_eager: EnforceEager = False,
+    world_size: WorldSize = 1,
 ) -> None:
     """Answer one prompt, printing the text as it comes.
 
@@ -72,7 +74,7 @@ def generate(
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template that --raw leaves out.")
     params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
-    config = _engine_config(model, max_model_length, device, dtype, enforce_eager)
+    config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size)
     text = _read_prompt(prompt)
     with _engine(config, stats) as llm:
         if system is None and (raw or not _has_chat_template(llm)):
@@ -95,10 +97,11 @@ def chat(
     device: Device = "auto",
     dtype: DType = "auto",
     enforce_eager: EnforceEager = False,
+    world_size: WorldSize = 1,
 ) -> None:
     """Talk with a model that has a chat template. /help lists what else you can type."""
     params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
-    config = _engine_config(model, max_model_length, device, dtype, enforce_eager)
+    config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size)
     prompt = ">>> " if standard_input().isatty() else ""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from now on input() edits lines and has a history
@@ -130,7 +133,7 @@ def _sampling_params(max_tokens: int, temperature: float, top_p: float, top_k: i
 
 
 def _engine_config(
-    model: str, max_model_length: int | None, device: str, dtype: str, enforce_eager: bool
+    model: str, max_model_length: int | None, device: str, dtype: str, enforce_eager: bool, world_size: int
 ) -> EngineConfig:
     from tritonllm.config import EngineConfig
 
@@ -141,6 +144,7 @@ def _engine_config(
         device=device,
         dtype=dtype,
         enforce_eager=enforce_eager,
+        world_size=world_size,
         max_num_sequences=1,
         seed=secrets.randbits(64),
     )
