@@ -40,6 +40,9 @@ class LLMEngine:
     their requests first, and the engine can be used on. After an exception inside a step it cannot: every later call
     raises EngineError with the first error, and only `exit` is left.
 
+    A `world_size` above 1 spawns processes that import the script again: make the engine under
+    `if __name__ == "__main__":`.
+
     Attributes:
         config: the configuration in effect, frozen.
         tokenizer: the checkpoint's, None for dummy weights.
@@ -49,6 +52,7 @@ class LLMEngine:
         ConfigError: a key or value is wrong or contradicts the checkpoint.
         CheckpointError: the checkpoint is missing or incomplete.
         UnknownModelError: no model family serves it.
+        EngineError: a rank of several failed; with its traceback, and nothing is left of any.
     """
 
     def __init__(self, config: Mapping[str, Any] | EngineConfig | str, **keys: Any) -> None:

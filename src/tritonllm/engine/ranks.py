@@ -55,6 +55,7 @@ class Ranks:
         self._reported: dict[int, tuple[float, str]] = {}  # rank to when and what it raised
         self._failed = threading.Event()
         self._closed = False
+        self._process_id = os.getpid()
         context = multiprocessing.get_context("spawn")
         self._channel = ChannelWriter(context, self.size - 1)
         self._stop, stopped = context.Pipe()
@@ -132,7 +133,7 @@ class Ranks:
 
         They leave by themselves, unless the engine failed; who has not left within seconds is killed.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process_id:  # a fork of the engine's process does not own the ranks
             return
         failed = failed or self._failed.is_set()
         self._closed = True
