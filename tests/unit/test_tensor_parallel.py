@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from tritonllm import LLMEngine, SamplingParams, Sequence
+from tritonllm import EngineConfig, LLMEngine, ModelRunner, SamplingParams, Sequence
+from tritonllm.engine.resolve import resolve_model
 from tritonllm.errors import ConfigError
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
@@ -29,11 +33,10 @@ LIMITS = {
 }
 
 
-def logits_of(engine: LLMEngine) -> torch.Tensor:
+def logits_of(runner: ModelRunner) -> torch.Tensor:
     """Of a prompt at all positions, and of one decode step after it."""
     seq = Sequence(PROMPTS[0], PARAMS[0], block_size=8)
     seq.block_table = [3, 1, 4, 5, 9, 2]
-    runner = engine.runner
     prompt = runner.run_model(runner.prepare_prefill([seq]), is_prefill=True, all_positions=True)
     seq.num_computed_tokens = len(seq)
     seq.append_token(8)
@@ -66,11 +69,27 @@ def test_any_number_of_ranks_gives_the_same(tmp_path, family: str, heads: str, f
             assert engine.config.max_cached_blocks == 16
             tokens = engine.generate(PROMPTS, PARAMS)["token_ids"]
             assert engine.stats()["preemptions"] > 0
-            results.append((tokens, logits_of(engine)))
+            results.append((tokens, logits_of(engine.runner)))
     (expected, expected_logits), (found, found_logits) = results
     assert found_logits.shape == (len(PROMPTS[0]) + 1, fields.get("vocab_size", 512))
     torch.testing.assert_close(found_logits, expected_logits, atol=1e-5, rtol=1e-5)
     assert found == expected
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_a_plugin_s_model_is_split_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugins" / "tritonllm-toy")
+    shape = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
+    results = []
+    for size in (1, 2):
+        config = EngineConfig("Qwen3-0.6B", load_format="dummy", world_size=size, num_kv_heads=2, **shape, **LIMITS)
+        resolved = resolve_model(config)
+        spec = replace(resolved.spec, model="tritonllm_toy.model:ToyForCausalLM")
+        runner = ModelRunner(config, resolved=replace(resolved, spec=spec))
+        results.append(logits_of(runner))
+        runner.exit()
+    assert results[0].std() > 0.01
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("_one_thread")
