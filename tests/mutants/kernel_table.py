@@ -227,4 +227,11 @@ KERNEL_MUTANTS = (
         "tl.floor(top_p.to(tl.float64) * total.to(tl.float64) * 0.9)",
         "kept_set",
     ),
+    _kernel(
+        "the noise of a shard is that of its columns",
+        "sampling",
+        "position, FIRST_ID + tile * TILE,",
+        "position, tile * TILE,",
+        "sampling",
+    ),
 )

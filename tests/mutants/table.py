@@ -220,5 +220,12 @@ MUTANTS = (
         LIFE,
     ),
     Mutant("an interrupted call leaves its requests behind", _LOOP, "self.abandon(sequences)", "pass", LIFE),
+    Mutant(
+        "every shard adds the bias",
+        "tritonllm.models.linear",
+        "self.bias if self.tp.rank == 0 else None",
+        "self.bias",
+        ("tests/unit/test_layers.py",),
+    ),
     *KERNEL_MUTANTS,
 )
