@@ -1,4 +1,4 @@
-"""Linear layers of a decode step on Hopper, for more rows than `skinny_linear` takes.
+"""Linear layers of a decode step on Hopper, for any number of rows; the tuning table says where they are the fastest.
 
     hopper_linear        y = x W^T + b;  gated: W stacks gate and up rows, y = silu(gate) * up
     hopper_linear_parts  parts [S, M, N], whose sum over S is x W^T + b
@@ -54,9 +54,9 @@ class HopperTile:
 def choose_tile(tokens: int, rows: int, gated: bool, parts: bool) -> HopperTile:
     """The choice for `rows` outputs of `tokens` rows.
 
-    Measured on one H200 (`python -m tritonllm.bench.hopper_linear`), within 3% of the best found for each layer of
-    Qwen3-0.6B and Llama-3.2-1B: no smaller tiles than it takes to have a program for most SMs, since programs that
-    share a tile of x or W read it again.
+    Found on one H200 among some fifty tiles at the layers of Qwen3-0.6B and Llama-3.2-1B: no smaller tiles than it
+    takes to have a program for most SMs, since programs that share a tile of x or W read it again. What comes of it,
+    layer by layer, is measured by `python -m tritonllm.bench.decode_layer`.
     """
     if parts:
         token_tile = 64 if tokens <= 64 else 128
