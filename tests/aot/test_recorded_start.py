@@ -46,7 +46,7 @@ EVERYWHERE = {
     "_decode_attention_kernel",
     "_prefill_attention_kernel",
     "_rope_store_kernel",
-    "_silu_and_mul_kernel",
+    "_activate_and_mul_kernel",
     "_add_rms_norm_kernel",
     "_rms_norm_kernel",
     "_gemv_kernel",
@@ -118,8 +118,8 @@ def test_every_bucket_of_a_decode_step_is_there_with_both_ends() -> None:
 
 
 def test_short_prefills_are_there_as_graphs_run_them_and_not_without_graphs() -> None:
-    tokens = {launch.grid[0] for launch in of(start("sm_80"), "_silu_and_mul_kernel")}
-    eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_silu_and_mul_kernel")}
+    tokens = {launch.grid[0] for launch in of(start("sm_80"), "_activate_and_mul_kernel")}
+    eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_activate_and_mul_kernel")}
     # 16 is a size of decode steps as well; 8 rows are what a padded prefill samples, and its last layer works for.
     assert tokens - eager == {8, 32, 64, 128, 256, 512}
 

@@ -11,12 +11,8 @@ from large_caches import two_large_caches
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.launch import interpreting
-from tritonllm.kernels.prefill_attention import (
-    PrefillTiling,
-    plan_prefill_attention,
-    prefill_attention,
-    prefill_tiles,
-)
+from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_attention
+from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.testing import strategies
 from tritonllm.testing.paged import PagedBatch, Shape, cu_seqlens, dense_attention, paged_batch

@@ -10,7 +10,7 @@ from tritonllm.engine.inputs import PrefillLayout, StepInputs, prefill_inputs
 from tritonllm.engine.plan import PrefillChunk, StepPlan
 from tritonllm.engine.prefill_graphs import TOKEN_BUCKETS, prefill_layouts
 from tritonllm.engine.sequence import RowSampling
-from tritonllm.kernels.decode_attention import distinct_batches
+from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.models import attention_metadata
 from tritonllm.models.attention_metadata import LastTokensMetadata, PrefillMetadata
 from tritonllm.models.decoder import DecoderLayer, DecoderLM

@@ -13,8 +13,9 @@ import torch
 
 from tritonllm.bench.graph_timing import graph_microseconds
 from tritonllm.kernels.launch import Launch
-from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_tiles
+from tritonllm.kernels.prefill_attention import plan_prefill_attention
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
+from tritonllm.kernels.prefill_tiling import prefill_tiles
 from tritonllm.kernels.reference import attention as reference
 
 BLOCK_SIZE = 256

@@ -28,7 +28,7 @@ from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import HEADER, advance_rows, load_rows
 from tritonllm.kernels.launch import compiling_ahead
 from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
-from tritonllm.kernels.prefill_attention import PrefillTiling
+from tritonllm.kernels.prefill_tiling import PrefillTiling
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
 

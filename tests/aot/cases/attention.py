@@ -10,8 +10,9 @@ from harness import Case, meta
 from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
 from tritonllm.kernels.launch import Launch
 from tritonllm.kernels.longest_first import FEW_ROWS
-from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention
+from tritonllm.kernels.prefill_attention import plan_prefill_attention
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
+from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 _SEQUENCES, _TOKENS, _TABLE_WIDTH = 4, 64, 128
 
