@@ -102,8 +102,10 @@ def resolve_model(config: EngineConfig, *, recorded: bool = False) -> ResolvedMo
     )
     check_world_size(model, config.world_size)
     device = "cuda" if recorded else _device(config)
+    length = resolve_max_model_length(config, model)
+    model = model.for_length(length)
     engine = config.replace(
-        max_model_length=resolve_max_model_length(config, model),
+        max_model_length=length,
         dtype=resolve_dtype(config, model, device),
         device=device,
     )

@@ -45,13 +45,7 @@ from tritonllm.kernels.paged_attention import (
 )
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope import check_rotation, load_with_partners, norm_and_rotate
-from tritonllm.kernels.split_attention import (
-    attend_tile,
-    attend_tiles,
-    load_tile,
-    sequence_at,
-    store_or_merge,
-)
+from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, sequence_at, store_or_merge
 
 
 @triton.jit(
