@@ -163,7 +163,9 @@ class TestWork:
         batches = []
         attend = attention_metadata.decode_attention
         monkeypatch.setattr(
-            attention_metadata, "decode_attention", lambda q, *args: batches.append(len(q)) or attend(q, *args)
+            attention_metadata,
+            "decode_attention",
+            lambda q, *args, **kw: batches.append(len(q)) or attend(q, *args, **kw),
         )
         for max_num_sequences, budget, most in ((40, 64, 40), (200, 20, 20)):
             config = EngineConfig(

@@ -112,9 +112,9 @@ class SandwichNormLayer(DecoderLayer):
         else:
             hidden = self.input_layernorm(hidden, residual)
         hidden = self.post_attention_layernorm(self.self_attn(hidden, positions, cache, attn))
-        residual = attn.wanted(residual)
-        hidden = self.mlp(self.pre_feedforward_layernorm(hidden, residual))
-        return self.post_feedforward_layernorm(hidden), residual
+        stream = attn.wanted(residual)
+        hidden = self.mlp(self.pre_feedforward_layernorm(hidden, stream))
+        return self.post_feedforward_layernorm(hidden), stream
 
 
 class PostNormLayer(DecoderLayer):
