@@ -89,9 +89,15 @@ CASES = [
     _case("qwen3-8b", 16),
     _case("smollm2-135m", 16),
     *(
-        Case(f"qwen3-0.6b-{tokens}-{act}", partial(linears, MODELS["qwen3-0.6b"], tokens, activation=act), sized=True)
+        Case(
+            f"qwen3-0.6b-{tokens}-{act}",
+            partial(linears, MODELS["qwen3-0.6b"], tokens, activation=act),
+            dot=tokens > 1,
+            sized=True,
+            tuned=True,
+        )
         for tokens, act in ((1, "gelu"), (8, "gelu_tanh"))
-    ),
+    ),  # fmt: skip
     Case("fp32-1", partial(linears, MODELS["smollm2-135m"], 1, dtype=torch.float32), sized=True, tuned=True),
     Case("fp32-16", partial(linears, MODELS["smollm2-135m"], 16, dtype=torch.float32), sized=True, tuned=True),
 ]
