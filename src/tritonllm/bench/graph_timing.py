@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,3 +33,13 @@ def graph_microseconds(run: Callable[[], object]) -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
     return statistics.median(times)
+
+
+def chain_microseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Time of one of several calls, launched one after the other in a graph."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return graph_microseconds(run) / len(calls)

@@ -1,0 +1,58 @@
+"""The table of measured rows, a line at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tritonllm.bench.kernels.catalog import Bar, Row
+
+_NUMBERS = ("us", "floor", "of it", "TB/s", "TFLOP/s")
+_WIDTHS = (10, 9, 6, 6, 8)
+
+
+class Table:
+    """Lines of a table whose columns are as wide as these rows need."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._op = max(len(row.case.op) for row in rows)
+        self._shape = max(len(row.case.shape) for row in rows)
+
+    def title(self) -> str:
+        """The first line."""
+        numbers = "".join(f"{name:>{width}}" for name, width in zip(_NUMBERS, _WIDTHS, strict=True))
+        return f"{'op':{self._op}}  {'shape':{self._shape}}{numbers}  beside it, bar"
+
+    def line(self, found: Mapping[str, Any]) -> str:
+        """One row: its numbers, or why it has none."""
+        start = f"{found['op']:{self._op}}  {found['shape']:{self._shape}}"
+        if found["skipped"] is not None:
+            return f"{start}  skipped: {found['skipped']}"
+        if found["failed"] is not None:
+            return f"{start}  FAILED: {found['failed']}"
+        cells = (
+            f"{found['us']:,.2f}",
+            f"{found['floor_us']:,.2f}",
+            f"{found['fraction']:.0%}",
+            f"{found['tb_per_second']:.2f}",
+            f"{found['tflops']:,.0f}" if found["operations"] else "-",
+        )
+        numbers = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        beside = [f"{name} {us:,.2f} ({us / found['us']:.2f}x)" for name, us in found["rivals"].items()]
+        beside += [f"{name} failed" for name in found["failed_rivals"]]
+        if found["bar"] is not None:
+            beside.append(f"{Bar(**found['bar'])}: {'reached' if found['reached'] else 'MISSED'}")
+        return f"{start}{numbers}  {', '.join(beside)}".rstrip()
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> str:
+    """The last line: how many rows were measured, failed and were skipped, and how many bars were reached."""
+    failed = sum(row["failed"] is not None for row in found)
+    skipped = sum(row["skipped"] is not None and row["failed"] is None for row in found)
+    parts = [f"{len(found) - failed - skipped} rows measured"]
+    parts += [f"{failed} failed"] if failed else []
+    parts += [f"{skipped} skipped"] if skipped else []
+    barred = [row for row in found if row["bar"] is not None]
+    if barred:
+        parts.append(f"{sum(row['reached'] is True for row in barred)} of {len(barred)} bars reached")
+    return ", ".join(parts)
