@@ -83,5 +83,5 @@ def plot_roofline(report: Mapping[str, Any], path: Path) -> None:
     shares.axvline(100, color="black", linewidth=1)
     shares.set_xlabel("percent: the least time that memory and matrix units allow, over the time measured")
     conditions = report["conditions"]
-    figure.suptitle(f"{report['list'] or report['model']}, {conditions['dtype']}, {conditions['gpu']}")
+    figure.suptitle(f"{report['name']}, {conditions['dtype']}, {conditions['gpu']}")
     figure.savefig(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +52,7 @@ def kernels_bench(
     if plot is not None:
         _check_plot(plot)
     chosen = _only(op or [], _rows(model or _MODEL, rows, sizes, context, prompt_tokens, block_size))
-    report = _measure(model or _MODEL, rows, chosen, dtype, as_json)
+    report = _measure(rows or model or _MODEL, chosen, dtype, as_json)
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
@@ -96,47 +95,17 @@ def _only(ops: Sequence[str], rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.case.op in (ops or known)]
 
 
-def _measure(model: str, rows_name: str | None, rows: list[Row], dtype: str, quiet: bool) -> dict[str, Any]:
+def _measure(name: str, rows: list[Row], dtype: str, quiet: bool) -> dict[str, Any]:
     """The report; its table goes to standard output row by row, or in the end as one line of JSON."""
     import torch
 
     from tritonllm.bench.kernels.case import Place
-    from tritonllm.bench.kernels.measure import measure_ceilings, measure_rows
-    from tritonllm.bench.kernels.table import Table, summary
-    from tritonllm.bench.report import machine
+    from tritonllm.bench.kernels.report import run
 
     if not torch.cuda.is_available():
         raise TritonLLMError("`tritonllm kernels bench` measures a GPU, and torch sees none here.")
-
-    def tell(line: str) -> None:
-        if not quiet:
-            typer.echo(line)
-
-    start = time.perf_counter()
     place = Place(torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype))
-    conditions = {**machine("cuda"), "dtype": dtype}
-    versions = f"torch {conditions['torch']}, Triton {conditions['triton']}, tritonllm {conditions['tritonllm']}"
-    with torch.inference_mode():
-        torch.manual_seed(0)
-        rates = measure_ceilings(place)
-        tell(f"{rows_name or model} in {dtype} on {conditions['gpu']}, {versions}")
-        tell(f"a copy reaches {rates.memory / 1e12:.2f} TB/s, a product {rates.matrix / 1e12:.0f} TFLOP/s\n")
-        table, found = Table(rows), []
-        tell(table.title())
-        for row in measure_rows(rows, place, rates):
-            found.append(row)
-            tell(table.line(row))
-    seconds = time.perf_counter() - start
-    tell(f"\n{summary(found)}, {seconds:.0f} s")
-    report = {
-        "benchmark": "kernels",
-        "model": None if rows_name else model,
-        "list": rows_name,
-        "conditions": conditions,
-        "ceilings": {"memory": rates.memory, "matrix": rates.matrix},
-        "rows": found,
-        "seconds": round(seconds, 1),
-    }
+    report = run(name, rows, place, (lambda line: None) if quiet else typer.echo)
     if quiet:
         typer.echo(json.dumps(report))
     return report

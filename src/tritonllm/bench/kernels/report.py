@@ -1,11 +1,20 @@
-"""The table of measured rows, a line at a time."""
+"""The whole measurement: a table that grows row by row, and the same facts as a report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from tritonllm.bench.graph_timing import chain_microseconds
+from tritonllm.bench.kernels.case import Place
 from tritonllm.bench.kernels.catalog import Bar, Row
+from tritonllm.bench.kernels.measure import Timer, measure_ceilings, measure_rows
+from tritonllm.bench.limits import Rates
+from tritonllm.bench.report import machine
 
 _NUMBERS = ("us", "floor", "of it", "TB/s", "TFLOP/s")
 _WIDTHS = (10, 9, 6, 6, 8)
@@ -56,3 +65,51 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
     if barred:
         parts.append(f"{sum(row['reached'] is True for row in barred)} of {len(barred)} bars reached")
     return ", ".join(parts)
+
+
+def run(
+    name: str,
+    rows: Sequence[Row],
+    place: Place,
+    tell: Callable[[str], object],
+    timer: Timer = chain_microseconds,
+    ceilings: Callable[[Place, Timer], Rates] = measure_ceilings,
+) -> dict[str, Any]:
+    """Measure the ceilings, then the rows.
+
+    Args:
+        name: of the model or of the list that the rows are from.
+        rows, place: what is measured, and where.
+        tell: takes each line of the table as soon as it is known.
+        timer, ceilings: how calls and ceilings are timed.
+
+    Returns:
+        `benchmark`, `name`, `conditions`, `ceilings` in bytes and operations a second, `rows` as `measure_rows` gives
+        them, and `seconds` of all.
+    """
+    start = time.perf_counter()
+    dtype = str(place.dtype).removeprefix("torch.")
+    conditions = {**machine(place.device.type), "dtype": dtype}
+    versions = f"torch {conditions['torch']}, Triton {conditions['triton']}, tritonllm {conditions['tritonllm']}"
+    table, found = Table(rows), []
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        rates = ceilings(place, timer)
+        tell(f"{name} in {dtype} on {conditions['gpu'] or place.device.type}, {versions}")
+        tell(f"a copy reaches {rates.memory / 1e12:.2f} TB/s, a product {rates.matrix / 1e12:.0f} TFLOP/s")
+        tell("")
+        tell(table.title())
+        for row in measure_rows(rows, place, rates, timer):
+            found.append(row)
+            tell(table.line(row))
+    seconds = time.perf_counter() - start
+    tell("")
+    tell(f"{summary(found)}, {seconds:.0f} s")
+    return {
+        "benchmark": "kernels",
+        "name": name,
+        "conditions": conditions,
+        "ceilings": asdict(rates),
+        "rows": found,
+        "seconds": round(seconds, 1),
+    }
