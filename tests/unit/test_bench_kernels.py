@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tritonllm import kernels
+from tritonllm.bench import graph_timing
 from tritonllm.bench.graph_timing import ROTATED_BYTES
 from tritonllm.bench.kernels import report
 from tritonllm.bench.kernels.attention import DecodeAttention, PrefillAttention
@@ -28,6 +29,7 @@ from tritonllm.bench.target import model_shape, norms_heads
 from tritonllm.cli import main
 from tritonllm.errors import ConfigError
 from tritonllm.kernels import reference
+from tritonllm.kernels.recording import GPU, recording
 
 PLACE = Place(torch.device("cpu"), torch.float32, rotated_bytes=1)
 RATES = Rates(memory=1e9, matrix=4e9)
@@ -315,6 +317,28 @@ class TestRows:
             read_rows("a100")
 
 
+HOPPER = GPU(capability=(9, 0), shared_memory=227 * 1024, num_sms=132)
+
+
+@pytest.mark.parametrize("name", ["h200", "Qwen3-0.6B", "SmolLM2-135M"])
+def test_every_row_at_its_full_size_is_launched_on_a_hopper_gpu(name: str) -> None:
+    """On meta tensors: what it allocates and launches fits together, whatever is computed."""
+    if name == "h200":
+        rows = read_rows(name)
+    else:
+        model = model_shape(name)
+        rows = model_rows(model, norms_heads(name, model), [1, 64], 1024, 8192, 256)
+    place = Place(torch.device("meta"), torch.bfloat16)
+    for row in rows:
+        with recording(HOPPER) as launches:
+            assert row.case.unsupported(place) is None
+            prepared = row.case.prepare(place)
+            prepared.op.calls[-1]()
+        assert launches, row.case
+        hopper = any("hopper" in launch.kernel.fn.__name__ for launch in launches)
+        assert hopper == ("hopper" in f"{row.case.op} {row.case.shape}")
+
+
 @pytest.mark.usefixtures("on_cpu")
 class TestCommand:
     def test_the_table(self, run, small: str) -> None:
@@ -433,3 +457,24 @@ class TestRefusals:
         code, out, err = run("--plot", str(tmp_path / "x.png"))
         assert (code, out) == (1, "")
         assert err.startswith("error: --plot needs matplotlib, which is not installed")
+
+
+class TestChains:
+    """The clock of a GPU, with made-up graphs."""
+
+    @pytest.mark.parametrize(("each", "launched"), [(600.0, [2]), (100.0, [2, 10]), (3.0, [2, 2 * 167])])
+    def test_a_short_chain_is_repeated(self, monkeypatch, each: float, launched: list[int]) -> None:
+        counts: list[int] = []
+
+        def graph(run: Callable[[], object]) -> float:
+            calls.clear()
+            run()
+            counts.append(len(calls))
+            return each * len(calls)
+
+        calls: list[int] = []
+        monkeypatch.setattr(graph_timing, "graph_microseconds", graph)
+        taken = graph_timing.chain_microseconds([lambda: calls.append(1), lambda: calls.append(2)])
+        assert taken == pytest.approx(each)
+        assert counts == launched
+        assert calls == [1, 2] * (launched[-1] // 2)

@@ -66,6 +66,7 @@ def plot_roofline(report: Mapping[str, Any], path: Path) -> None:
     for op in dict.fromkeys(row["op"] for row in rows if row["operations"]):
         of_op = [row for row in rows if row["op"] == op and row["operations"]]
         roof.scatter([intensities[id(row)] for row in of_op], [row["tflops"] for row in of_op], s=18, label=op)
+    roof.set_box_aspect(1)
     roof.set_xscale("log")
     roof.set_yscale("log")
     roof.set_xlabel("operations a byte")
@@ -81,7 +82,7 @@ def plot_roofline(report: Mapping[str, Any], path: Path) -> None:
     shares.invert_yaxis()
     shares.margins(y=0.01)
     shares.axvline(100, color="black", linewidth=1)
-    shares.set_xlabel("percent: the least time that memory and matrix units allow, over the time measured")
+    shares.set_xlabel("floor over time, percent")
     conditions = report["conditions"]
     figure.suptitle(f"{report['name']}, {conditions['dtype']}, {conditions['gpu']}")
     figure.savefig(path)

@@ -25,9 +25,9 @@ class DecodeBatch:
     Attributes:
         bytes: keys and values that a call reads.
         k_cache, v_cache: [calls * blocks, block_size, Hk, D].
-        tables: int32 [calls, B, W], blocks in random order.
+        tables: int32 [B, W] of each call, blocks in random order.
         lens, positions: int32 [B].
-        slots: int32 [calls, B], where the new keys go.
+        slots: int32 [B] of each call, where the new keys go.
         qkv, q: [B, width] and [B, Hq, D].
         norm: [D] or None.
     """
@@ -51,16 +51,18 @@ class DecodeBatch:
         shape = (self.calls * blocks, block_size, heads.num_kv_heads, heads.head_dim)
         self.k_cache, self.v_cache = place.normal(*shape), place.normal(*shape)
         order = torch.randperm(shape[0], device=device).to(torch.int32)
-        self.tables = order.view(self.calls, batch, blocks // batch)
+        tables = order.view(self.calls, batch, blocks // batch)
         for row, context in enumerate(contexts):
             if behind := context % block_size:
-                last_blocks = self.tables[:, row, context // block_size].long()
+                last_blocks = tables[:, row, context // block_size].long()
                 for cache in (self.k_cache, self.v_cache):
                     cache[last_blocks, behind:] = float("nan")
         self.lens = torch.tensor(contexts, dtype=torch.int32, device=device)
         self.positions = self.lens - 1
         last = (self.positions // block_size).long()[None, :, None].expand(self.calls, -1, -1)
-        self.slots = self.tables.gather(2, last)[:, :, 0] * block_size + self.positions % block_size
+        slots = tables.gather(2, last)[:, :, 0] * block_size + self.positions % block_size
+        # Tensors of their own, as aligned as an engine's are, not slices: or other kernels would be compiled for some.
+        self.tables, self.slots = [table.clone() for table in tables], [each.clone() for each in slots]
         self.qkv = place.normal(batch, heads.width)
         self.q = place.normal(batch, heads.num_heads, heads.head_dim)
         angles = torch.rand(max(contexts), heads.head_dim // 2, device=device) * 6.3

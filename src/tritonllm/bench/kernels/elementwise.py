@@ -168,7 +168,7 @@ class LongestFirst(Case):
 
 def _rows(place: Place, batch: int, context: int, block_size: int, vocab_size: int) -> torch.Tensor:
     """Decode rows int32 [copies, B, HEADER + blocks] of one context length."""
-    blocks = context // block_size + 1
+    blocks = -(-(context + 1) // block_size // 4) * 4  # rows as aligned as an engine's
     copies = place.copies(4.0 * batch * (HEADER + blocks))
     rows = torch.zeros(copies, batch, HEADER + blocks, dtype=torch.int32, device=place.device)
     rows[..., TOKEN].random_(0, vocab_size)

@@ -17,7 +17,7 @@ from tritonllm.bench.limits import Rates
 from tritonllm.bench.report import machine
 
 _NUMBERS = ("us", "floor", "of it", "TB/s", "TFLOP/s")
-_WIDTHS = (10, 9, 6, 6, 8)
+_WIDTHS = (11, 11, 7, 7, 9)
 
 
 class Table:

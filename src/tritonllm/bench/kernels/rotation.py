@@ -98,19 +98,10 @@ class RopeStoreKv(Case):
         ]
 
         def error() -> float:
-            exact_caches = caches[0].float(), caches[1].float()
-            wide = None if norm is None else norm.float()
-            exact = reference.rope_store_kv(
-                qkv[0].float(),
-                cos_sin,
-                positions,
-                *exact_caches,
-                slots[0],
-                heads.num_heads,
-                q_norm=wide,
-                k_norm=wide,
-                eps=EPS,
-            )
+            # With the op's own roundings: a rotation may cancel, and what was rounded before it then weighs more.
+            exact_caches = caches[0].clone(), caches[1].clone()
+            before = qkv[0], cos_sin, positions
+            exact = reference.rope_store_kv(*before, *exact_caches, slots[0], heads.num_heads, **norms)
             with poisoned_memory():
                 q = calls[0]()
             there = slots[0].long()
