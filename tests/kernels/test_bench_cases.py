@@ -35,6 +35,7 @@ TINY: list[Case] = [
     CASES["pick_tokens"](100, 2, greedy=True),
     CASES["prefill_attention"]("portable", HEADS, 2, 21, 0, BLOCK),
     CASES["prefill_attention"]("portable", HEADS, 2, 21, 12, BLOCK),
+    CASES["prefill_attention"]("hopper", Heads(2, 1, 64), 1, 130, 0, 128),
     CASES["rms_norm"](3, 24),
     CASES["rope_store_kv"](HEADS, 21, True, BLOCK),
     CASES["rope_store_kv"](HEADS, 21, False, BLOCK),
