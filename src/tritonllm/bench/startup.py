@@ -22,8 +22,8 @@ PARTS = ("import_torch_seconds", "engine_seconds", "first_token_seconds", "proce
 def measure(config: EngineConfig, runs: int, triton_cache: Path | None = None) -> dict[str, Any]:
     """Start two processes a run, one with an empty folder for Triton's cache and one with what that left there.
 
-    With `triton_cache`, such as `tritonllm kernels precompile` fills, both begin with a copy of that folder instead of an
-    empty one, and the first of them is called "given".
+    With `triton_cache`, such as `tritonllm kernels precompile` fills, both begin with a copy of that folder instead of
+    an empty one, and the first of them is called "given".
 
     The parts of a start are `import torch`; importing tritonllm and making the engine, with its CUDA context, weights,
     kernels and graphs; the first token of a prompt of three; and the process as a whole, Python's own start included.
