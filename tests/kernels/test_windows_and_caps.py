@@ -32,7 +32,9 @@ SMALL = Shape(num_kv_heads=1, group=2, head_dim=32, block_size=16)
 
 
 def bound_of(op: str, dtype: torch.dtype, softcap: float | None) -> dict[str, float]:
-    return tolerance(op if softcap is None else "capped_attention", dtype)
+    """With a cap four times the op's bound in float32: tanh is a difference of about 1, and a cap of 50 multiplies it."""
+    factor = 4 if softcap is not None and dtype == torch.float32 else 1
+    return {name: factor * value for name, value in tolerance(op, dtype).items()}
 
 
 def prefill(batch: PagedBatch, scale: float, rows: int | None = None, **options: Any) -> torch.Tensor:

@@ -37,15 +37,13 @@ BOUNDS = {
     "rope_store_kv": Bound(4, 8, 32, 32, "a norm (3 ULP) of values up to about 4, then a rotation that may cancel"),
     "prefill_attention": Bound(4, 4, 64, 64, "probabilities are rounded to the operand type before the second product"),
     "decode_attention": Bound(4, 4, 64, 64, "as prefill_attention; partial results are merged in fp32"),
-    "capped_attention": Bound(4, 4, 256, 256, "tanh is a difference of about 1, and a cap of 50 multiplies its error"),
     "skinny_linear": Bound(
         4, 8, 64, 64, "a sum over K in another order, of products of about 1 in total, rounded up to four times"
     ),
     "hopper_linear": Bound(4, 8, 64, 64, "as skinny_linear"),
 }
 """By the name of the op. Of `fused_decode_attention` the output has the bound of `decode_attention`, and the keys
-have that of `rope_store_kv`; with a softcap every attention has that of `capped_attention`. What other ops give is
-compared bit for bit."""
+have that of `rope_store_kv`. What other ops give is compared bit for bit."""
 
 
 def tolerance(op: str, dtype: torch.dtype) -> dict[str, float]:
