@@ -71,7 +71,7 @@ class ModelRunner:
             return
         from tritonllm.engine.ranks import Ranks  # one rank needs no torch.distributed
 
-        self.ranks = Ranks(self.resolved)
+        self.ranks = Ranks(self.resolved, self._drop_graphs)
         with self.ranks.guarded(closing=True):
             self._start(self.ranks.group)
             self.ranks.wait_until_ready()
@@ -114,8 +114,7 @@ class ModelRunner:
                 self.prefill_graphs.capture()
             torch.cuda.synchronize()
             graphs = max(before - torch.cuda.mem_get_info()[0], 0)
-            self.graphs.reset()
-            self.prefill_graphs.reset()
+            self._drop_graphs()
             torch.cuda.empty_cache()
             self.allocate_kv_cache(activations, graphs)
             if self.config.enforce_eager:
@@ -182,9 +181,8 @@ class ModelRunner:
         """What runs prompt chunks: short ones padded to a few sizes that can be captured, or each as it is."""
         layouts = []
         if padded:
-            table_width = self.rows.shape[1] - HEADER
             budget = self.config.max_num_batched_tokens
-            layouts = prefill_layouts(budget, self.max_num_rows, table_width, self.tiling.portable_rows)
+            layouts = prefill_layouts(budget, self.max_num_rows, self.rows.shape[1] - HEADER, self.tiling.portable_rows)
         return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
@@ -223,8 +221,7 @@ class ModelRunner:
             self.ranks.wait(done)
         elif done is not None:
             done.synchronize()
-        num_sampled = sum(chunk.sample for chunk in plan.chunks)
-        tokens = host.tolist()
+        tokens, num_sampled = host.tolist(), sum(chunk.sample for chunk in plan.chunks)
         return tokens[: plan.num_decode_rows] + tokens[self.max_num_rows : self.max_num_rows + num_sampled]
 
     def _decode(self, num_rows: int, plain: bool) -> None:
@@ -339,8 +336,7 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.graphs.reset()
-            self.prefill_graphs.reset()
+            self._drop_graphs()
             self._unread.clear()
             for name in ("model", "_choose", "pool", "rows", "sampled", "workspace"):
                 self.__dict__.pop(name, None)
@@ -348,3 +344,7 @@ class ModelRunner:
             (self.ranks or self.tp).close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        for name in {"graphs", "prefill_graphs"} & self.__dict__.keys():  # a start may fail before there are any
+            getattr(self, name).reset()

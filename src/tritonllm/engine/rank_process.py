@@ -15,6 +15,7 @@ from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from tritonllm.engine.rank_calls import decode_call
 from tritonllm.engine.rank_channel import ChannelReader
 
 if TYPE_CHECKING:
@@ -52,12 +53,15 @@ class Rank0:
 
     Attributes:
         group: that rank's place in the group.
-        receive: waits for the next call, `(method, args)`.
     """
 
     def __init__(self, group: TPGroup, channel: ChannelReader) -> None:
         self.group = group
-        self.receive = channel.receive
+        self._channel = channel
+
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for the next call, `(method, args)`."""
+        return decode_call(self._channel.receive())
 
 
 def rank_main(arguments: RankArguments, reports: Connection) -> None:

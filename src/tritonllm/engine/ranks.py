@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritonllm.engine.rank_calls import encode_call
 from tritonllm.engine.rank_channel import ChannelWriter
 from tritonllm.engine.rank_process import NO_MAIN_GUARD, RankArguments, rank_main
 from tritonllm.engine.resolve import ResolvedModel
@@ -27,6 +28,7 @@ from tritonllm.models.tensor_parallel import TPGroup
 
 _LEAVE_SECONDS = 5.0
 _BLAME_SECONDS = 2.0
+_ABORT_SECONDS = 1.0
 _SETTLE_SECONDS = 0.2
 
 
@@ -38,6 +40,8 @@ class Ranks:
 
     Args:
         resolved: the model, which is sent to the ranks.
+        drop_graphs: drops this rank's CUDA graphs. NCCL leaves a group only when no graph holds its collectives, even
+            where it is aborted.
 
     Attributes:
         group: rank 0's place in the group.
@@ -46,10 +50,11 @@ class Ranks:
         EngineError: a rank failed, with its traceback; nothing is left behind.
     """
 
-    def __init__(self, resolved: ResolvedModel) -> None:
+    def __init__(self, resolved: ResolvedModel, drop_graphs: Callable[[], None]) -> None:
         _leave_if_imported_again()
         self.size = resolved.engine.world_size
         self.group = TPGroup()
+        self._drop_graphs = drop_graphs
         self._processes: list[BaseProcess] = []
         self._reports: list[Connection] = []
         self._reported: dict[int, tuple[float, str]] = {}  # rank to when and what it raised
@@ -97,7 +102,7 @@ class Ranks:
         if self._closed:
             raise EngineError("the other ranks have ended; make a new engine")
         self._check()
-        self._channel.send((method, args), self._check)
+        self._channel.send(encode_call(method, args), self._check)
 
     def wait(self, done: torch.cuda.Event | None) -> None:
         """Wait for a step on the device; raises EngineError if a rank was lost, as its tokens may be anything then."""
@@ -140,8 +145,9 @@ class Ranks:
         try:
             if not failed:
                 deadline = time.monotonic() + _LEAVE_SECONDS
-                self._channel.send(("exit", ()), lambda: _until(deadline))
-                self.group.close()
+                self._channel.send(encode_call("exit", ()), lambda: _until(deadline))
+                if not _ended_within(_LEAVE_SECONDS, self.group.close):
+                    raise TimeoutError
                 for process in self._processes:
                     process.join(max(0.0, deadline - time.monotonic()))
         except Exception:
@@ -157,13 +163,14 @@ class Ranks:
                 process.kill()
         for process in self._processes:
             process.join()
-        if failed:
-            with suppress(Exception):  # the watcher may have done it
-                self.group.close(failed=True)
-        self.group = TPGroup()
+        with suppress(Exception):
+            self._drop_graphs()
         self._stop.close()
         if self._watcher.is_alive():
-            self._watcher.join()
+            self._watcher.join(_ABORT_SECONDS)
+        if failed and not self._watcher.is_alive():  # which may have left the group, or be stuck in that
+            _ended_within(_ABORT_SECONDS, lambda: self.group.close(failed=True))
+        self.group = TPGroup()
         for process in self._processes:
             process.close()
         for reports in self._reports:
@@ -254,6 +261,19 @@ class Ranks:
 
 class _RankLost(Exception):
     """Raised inside `Ranks.guarded`, which says what happened."""
+
+
+def _ended_within(seconds: float, call: Callable[[], None]) -> bool:
+    """Make a call that may block for ever; False if it still does, in a thread that is left to itself."""
+
+    def run() -> None:
+        with suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _until(deadline: float) -> None:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tritonllm.models.tensor_parallel import TPGroup
 
 _TIMEOUT = timedelta(minutes=30)
 """Longer than any step or load: a rank that died is noticed by its connection or its process, not by this."""
+
+_WATCHDOG_OFF = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+def _in_order(options: Any) -> Any:
+    """Options of a collective that runs on the caller's stream, as every kernel around it does: no events, no hop."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _reduction(operation: Any) -> Any:
+    options = _in_order(dist.AllreduceOptions())
+    options.reduceOp = operation
+    return options
+
+
+_ON_CALLERS_STREAM = hasattr(dist.AllreduceOptions(), "asyncOp")  # torch 2.8 and newer
+_SUM, _MIN = _reduction(dist.ReduceOp.SUM), _reduction(dist.ReduceOp.MIN)
+_GATHER = _in_order(AllgatherOptions())
 
 
 @dataclass(frozen=True)
@@ -41,11 +64,19 @@ class DistributedGroup(TPGroup):
         device: torch.device,
         lost: Callable[[], None] | None = None,
     ) -> DistributedGroup:
-        """Meet the other ranks in a store that all of them share; waits for them."""
+        """Meet the other ranks in a store that all of them share; waits for them.
+
+        The first collective makes NCCL's connections, and a rank that is lost meanwhile cannot be told to NCCL. So it
+        happens here, where the caller still can walk away.
+        """
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
-            return cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, options), device, lost)
+            with _without_watchdog():
+                backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            group = cls(rank, size, backend, device, lost)
+            group.minimum(0)
+            return group
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
         # The host's name need not resolve, and nothing listens to the network.
@@ -54,20 +85,18 @@ class DistributedGroup(TPGroup):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():
-            self.backend.allreduce([tensor]).wait()
+            _wait(self.backend.allreduce([tensor], _SUM))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         if tensor.numel():
-            self.backend._allgather_base(gathered, tensor.contiguous()).wait()
+            _wait(self.backend._allgather_base(gathered, tensor.contiguous(), _GATHER))
         return gathered.view(self.size, *tensor.shape)
 
     def minimum(self, value: int) -> int:
         held = torch.tensor([value], dtype=torch.int64, device=self.device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
-        self.backend.allreduce([held], options).wait()
+        _wait(self.backend.allreduce([held], _MIN))
         return int(held.item())
 
     def check(self) -> None:
@@ -83,3 +112,28 @@ class DistributedGroup(TPGroup):
             leave()
         # Layers refer to the group until they are collected; threads and connections end now.
         object.__setattr__(self, "backend", None)
+
+
+def _wait(work: Any) -> None:
+    """Order what follows behind a collective; one on the caller's stream gives nothing to wait for."""
+    if work is not None:
+        work.wait()
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """NCCL groups made inside have no watchdog of torch's.
+
+    It would take the whole process down a minute after a peer was lost, while the engine raises an error and lives.
+    The switch is an environment variable, read when a group is made; its other meaning, that the host waits for every
+    collective, touches none that runs on the caller's stream.
+    """
+    before = os.environ.get(_WATCHDOG_OFF)
+    if _ON_CALLERS_STREAM:
+        os.environ[_WATCHDOG_OFF] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_WATCHDOG_OFF, None)
+        if before is not None:
+            os.environ[_WATCHDOG_OFF] = before
