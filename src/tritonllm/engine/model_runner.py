@@ -69,9 +69,9 @@ class ModelRunner:
         if rank or self.config.world_size == 1 or self.device.type == "meta":
             self._start(event.group if event is not None else TPGroup(rank, self.config.world_size))
             return
-        from tritonllm.engine.ranks import Ranks  # one rank needs no torch.distributed
+        from tritonllm.engine.ranks import start_ranks  # one rank needs no torch.distributed
 
-        self.ranks = Ranks(self.resolved, self._drop_graphs)
+        self.ranks = start_ranks(self.resolved, self._drop_graphs)
         with self.ranks.guarded(closing=True):
             self._start(self.ranks.group)
             self.ranks.wait_until_ready()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from tritonllm.engine.rank_calls import decode_call
 from tritonllm.engine.rank_channel import ChannelReader
@@ -48,6 +48,16 @@ class RankArguments:
     num_threads: int
 
 
+class Reader(Protocol):
+    """Where messages of rank 0 come from, in order."""
+
+    def receive(self) -> bytes | bytearray:
+        """Wait for the next message."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
 class Rank0:
     """Rank 0 as a `ModelRunner` of another rank sees it.
 
@@ -55,7 +65,7 @@ class Rank0:
         group: that rank's place in the group.
     """
 
-    def __init__(self, group: TPGroup, channel: ChannelReader) -> None:
+    def __init__(self, group: TPGroup, channel: Reader) -> None:
         self.group = group
         self._channel = channel
 
@@ -75,17 +85,16 @@ def rank_main(arguments: RankArguments, reports: Connection) -> None:
     try:
         _serve(arguments, reports)
     except BaseException:
-        reports.send(("failed", (time.monotonic(), traceback.format_exc())))
+        reports.send(("failed", (time.time(), traceback.format_exc())))
         # Without waiting for peers that may never answer: closed connections tell them.
-        _leave(1)
+        leave(1)
     # All is given back. Taking the interpreter apart would cost time, and threads of libraries may not survive it.
-    _leave(0)
+    leave(0)
 
 
 def _serve(arguments: RankArguments, reports: Connection) -> None:
     import torch
 
-    from tritonllm.engine.model_runner import ModelRunner
     from tritonllm.models.collectives import DistributedGroup
 
     channel = ChannelReader(arguments.segment, arguments.events)
@@ -99,7 +108,14 @@ def _serve(arguments: RankArguments, reports: Connection) -> None:
         torch.set_num_threads(arguments.num_threads)
     store = torch.distributed.TCPStore("127.0.0.1", arguments.port, is_master=False)
     group = DistributedGroup.connect(arguments.rank, arguments.size, store, device)
-    runner = ModelRunner(resolved.engine, arguments.rank, Rank0(group, channel), resolved=resolved)
+    serve(arguments.rank, group, channel, resolved, reports)
+
+
+def serve(rank: int, group: TPGroup, channel: Reader, resolved: Any, reports: Connection) -> None:
+    """Load a rank's part of a resolved model, report `("ready", None)`, and run what rank 0 calls up to its end."""
+    from tritonllm.engine.model_runner import ModelRunner
+
+    runner = ModelRunner(resolved.engine, rank, Rank0(group, channel), resolved=resolved)
     reports.send(("ready", None))
     runner.loop()
     channel.close()
@@ -109,10 +125,11 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        _leave(1)
+        leave(1)
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
+    """End this process at once, with what it printed."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

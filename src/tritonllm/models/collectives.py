@@ -63,11 +63,13 @@ class DistributedGroup(TPGroup):
         store: dist.Store,
         device: torch.device,
         lost: Callable[[], None] | None = None,
+        address: str = "127.0.0.1",
     ) -> DistributedGroup:
         """Meet the other ranks in a store that all of them share; waits for them.
 
         The first collective makes NCCL's connections, and a rank that is lost meanwhile cannot be told to NCCL. So it
-        happens here, where the caller still can walk away.
+        happens here, where the caller still can walk away. `address` is this host's own, at which other ranks reach it
+        through gloo; NCCL finds its way by itself.
         """
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -79,8 +81,8 @@ class DistributedGroup(TPGroup):
             return group
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
-        # The host's name need not resolve, and nothing listens to the network.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        # The host's name need not resolve, and on one host nothing listens to the network.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         return cls(rank, size, dist.ProcessGroupGloo(store, rank, size, options), device, lost)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
