@@ -65,9 +65,14 @@ class Rank0:
         group: that rank's place in the group.
     """
 
-    def __init__(self, group: TPGroup, channel: Reader) -> None:
+    def __init__(self, group: TPGroup, channel: Reader, reports: Connection) -> None:
         self.group = group
         self._channel = channel
+        self._reports = reports
+
+    def wait_until_loaded(self) -> None:
+        """Tell rank 0 that this rank holds its weights; collectives do the waiting."""
+        self._reports.send(("loaded", None))
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the next call, `(method, args)`."""
@@ -77,8 +82,8 @@ class Rank0:
 def rank_main(arguments: RankArguments, reports: Connection) -> None:
     """Connect, load, serve the calls of rank 0, leave.
 
-    Reports `("here", None)` once everything is imported, `("ready", None)` once the model is loaded, or
-    `("failed", (time, traceback))`; then the process ends. It also ends with rank 0's.
+    Reports `("here", None)` once everything is imported, `("loaded", None)` with its weights, `("ready", None)` when it
+    can serve, or `("failed", (time, traceback))`; then the process ends. It also ends with rank 0's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -112,10 +117,10 @@ def _serve(arguments: RankArguments, reports: Connection) -> None:
 
 
 def serve(rank: int, group: TPGroup, channel: Reader, resolved: Any, reports: Connection) -> None:
-    """Load a rank's part of a resolved model, report `("ready", None)`, and run what rank 0 calls up to its end."""
+    """Load a rank's part of a resolved model, reporting as in `rank_main`, and run what rank 0 calls up to its end."""
     from tritonllm.engine.model_runner import ModelRunner
 
-    runner = ModelRunner(resolved.engine, rank, Rank0(group, channel), resolved=resolved)
+    runner = ModelRunner(resolved.engine, rank, Rank0(group, channel, reports), resolved=resolved)
     reports.send(("ready", None))
     runner.loop()
     channel.close()

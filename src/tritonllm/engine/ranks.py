@@ -99,8 +99,15 @@ class Ranks(ABC):
 
     # ---- use ----
 
+    def wait_until_loaded(self) -> None:
+        """Wait until every rank holds its weights; inside `guarded`.
+
+        Loading may take one rank minutes longer than another. A wait here can be interrupted, one in a collective not.
+        """
+        self._wait_for("loaded")
+
     def wait_until_ready(self) -> None:
-        """Wait until every rank has loaded its part; inside `guarded`."""
+        """Wait until every rank can serve; inside `guarded`."""
         self._wait_for("ready")
 
     def publish(self, method: str, args: tuple[Any, ...]) -> None:
