@@ -51,9 +51,9 @@ def test_a_failure_of_a_rank(monkeypatch: pytest.MonkeyPatch, phase: str, way: s
 
 SCRIPT = """
 import sys
-sys.path.insert(0, FOLDER)
-from test_rank_phases import run_one_step
 if __name__ == "__main__":
+    sys.path.insert(0, FOLDER)
+    from test_rank_phases import run_one_step  # not before: ranks import this script, and the model with it
     run_one_step()
 """
 

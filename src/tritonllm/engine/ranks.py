@@ -132,15 +132,16 @@ class Ranks(ABC):
     def guarded(self, closing: bool = False) -> Iterator[None]:
         """Inside, an error that comes from another rank is raised as an EngineError with that rank's traceback.
 
-        The ranks are ended then; with `closing`, after any error.
+        The ranks are ended then, and by an interrupt, which leaves them in the middle of different steps; with
+        `closing`, after any error.
         """
         try:
             yield
         except BaseException as error:
-            blamed = None
-            if isinstance(error, Exception) and not isinstance(error, TritonLLMError):
+            blamed, interrupted = None, not isinstance(error, Exception)
+            if not interrupted and not isinstance(error, TritonLLMError):
                 blamed = self._blame()
-            if blamed is not None or closing:
+            if blamed is not None or interrupted or closing:
                 self.close(failed=True)
             if blamed is not None:
                 raise EngineError(blamed) from error
