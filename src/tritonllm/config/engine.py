@@ -159,8 +159,8 @@ class EngineConfig:
 
     Attributes:
         model_name_or_path: Hugging Face id, local directory or `.gguf` file.
-        world_size: number of tensor-parallel ranks, one a GPU, on this host; must divide the model's heads and
-            `intermediate_size`, and divide its key-value heads or be a multiple of them.
+        world_size: number of tensor-parallel ranks, one a GPU, on this host unless torchrun started them; must divide
+            the model's heads and `intermediate_size`, and divide its key-value heads or be a multiple of them.
         max_num_sequences: most requests decoded at once.
         max_num_batched_tokens: most tokens computed in one step (the scheduler's budget).
         max_num_batch_tokens: tokens of the warm-up run that measures peak memory; None means the budget.
