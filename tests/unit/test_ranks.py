@@ -50,13 +50,18 @@ def segments() -> set[str]:
 
 def leftovers(before: set[str]) -> set[str]:
     """Segments that are new and that no other program on this host has in its memory."""
-    new = segments() - before
-    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
+    inodes = {}
+    for name in segments() - before:
+        with contextlib.suppress(OSError):
+            inodes[str(os.stat(f"/dev/shm/{name}").st_ino)] = name
+    for maps in Path("/proc").glob("[0-9]*/maps") if inodes else ():
         if maps.parent.name != str(os.getpid()):
             with contextlib.suppress(OSError):
-                mapped = maps.read_text()
-                new = {name for name in new if f"/dev/shm/{name}" not in mapped}
-    return new & segments()
+                for line in maps.read_text().splitlines():
+                    fields = line.split(maxsplit=5)  # the name may be that of a time before a renaming
+                    if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
+                        inodes.pop(fields[4], None)
+    return set(inodes.values()) & segments()
 
 
 @pytest.fixture(autouse=True)
