@@ -1,6 +1,8 @@
 """Ranks as processes of one host, each with Triton's interpreter, whose buffers are memory that all of them map.
 
-Each rank runs the same calls with random pauses between them, and compares with the sum that it makes by itself.
+Each rank runs the same calls, with random pauses between and inside them, and compares with the sum that it makes by
+itself. A buffer is laid out and used as it is on a GPU; what only a GPU has, loads and stores of other strength, is not
+tested here.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.multiprocessing as multiprocessing
 
+from tritonllm.kernels import peer_all_reduce_kernels
 from tritonllm.kernels.peer_all_reduce import Norm, plan_one_shot, plan_two_shot
 from tritonllm.kernels.peer_buffer import MAX_CHANNELS, PeerBuffer, buffer_bytes
 from tritonllm.kernels.reference import elementwise
@@ -86,27 +89,42 @@ def check_call(call: Call, number: int, buffer: PeerBuffer) -> None:
     torch.testing.assert_close(out, expected, **tolerance("add_rms_norm", call.dtype))
 
 
+def _stall(name: str, pauses: random.Random) -> None:
+    """Have a function of the kernels, which waits for other ranks, begin with a pause now and then."""
+    function = getattr(peer_all_reduce_kernels, name)
+
+    def stalled(*args: object) -> object:
+        time.sleep(pauses.choice((0, 0, 0, 0.01)))
+        return function(*args)
+
+    setattr(peer_all_reduce_kernels, name, stalled)
+
+
 def _rank_main(rank: int, memory: torch.Tensor, calls: Sequence[Call], num_channels: int, count: int) -> None:
     torch.set_num_threads(1)
     buffer = view(memory, rank, num_channels)
     buffer.state[:MAX_CHANNELS] = count
     pauses = random.Random(rank)
+    _stall("_await_words", pauses)
+    _stall("_meet", pauses)
     for number, call in enumerate(calls):
-        time.sleep(pauses.choice((0, 0, 0.002, 0.02)))
+        time.sleep(pauses.choice((0, 0, 0, 0.01)))
         check_call(call, number, buffer)
 
 
-def run_ranks(size: int, calls: Sequence[Call], num_channels: int = MAX_CHANNELS, count: int = 0) -> None:
+def run_ranks(
+    size: int, calls: Sequence[Call], num_channels: int = MAX_CHANNELS, count: int = 0, seconds: float = 120
+) -> None:
     """All calls on all ranks, whose channels have counted up to `count`; raises what a rank raised.
 
-    A rank that waits in vain is ended, and an error.
+    Ranks that are not done after so many seconds are ended, which is an error: one waits for what never comes.
     """
     memory = torch.zeros(size, buffer_bytes(size), dtype=torch.uint8).share_memory_()
     ranks = multiprocessing.spawn(_rank_main, (memory, calls, num_channels, count), nprocs=size, join=False)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + seconds
     try:
-        while not ranks.join(timeout=1):
-            assert time.monotonic() < deadline, "a rank waits for others that have gone on or have not come"
+        while not ranks.join(timeout=0.2):
+            assert time.monotonic() < deadline, "a rank waits for what never comes"
     finally:
         for process in ranks.processes:
             process.kill()

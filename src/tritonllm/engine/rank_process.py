@@ -94,7 +94,8 @@ def _serve(arguments: RankArguments, reports: Connection) -> None:
     else:
         torch.set_num_threads(arguments.num_threads)
     store = torch.distributed.TCPStore("127.0.0.1", arguments.port, is_master=False)
-    group = DistributedGroup.connect(arguments.rank, arguments.size, store, device)
+    how = resolved.engine.all_reduce
+    group = DistributedGroup.connect(arguments.rank, arguments.size, store, device, all_reduce=how)
     runner = ModelRunner(resolved.engine, arguments.rank, Rank0(group, channel), resolved=resolved)
     reports.send(("ready", None))
     runner.loop()

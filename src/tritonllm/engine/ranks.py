@@ -84,7 +84,9 @@ class Ranks:
             self._reports.append(mine)
         self._watcher.start()
         self._wait_for("here")
-        self.group = self._unless_failed(lambda: DistributedGroup.connect(0, self.size, store, device, self._check))
+        how = resolved.engine.all_reduce
+        connect = DistributedGroup.connect
+        self.group = self._unless_failed(lambda: connect(0, self.size, store, device, self._check, all_reduce=how))
 
     # ---- use ----
 

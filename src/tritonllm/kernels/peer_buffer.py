@@ -1,15 +1,15 @@
 """Memory that every rank of one host can write into, and how all-reduces divide it.
 
-An all-reduce runs as up to `MAX_CHANNELS` programs. Program c of a rank talks to the programs c of the other ranks and to
-no other: they are a channel. A channel has slots of its own in every rank's buffer, and counts its all-reduces; the count
-tells new data from old, so that nothing is ever reset and a replayed graph needs no input. There are two of each slot,
-for even and for odd counts. That is enough: in an all-reduce a program hears from every other rank, so whoever is in
-all-reduce n + 1 knows that all ranks have left n - 1, whose slots it writes.
+An all-reduce runs as up to `MAX_CHANNELS` programs. Program c of a rank talks to the programs c of the other ranks and
+to no other: they are a channel. A channel has slots of its own in every rank's buffer, and counts its all-reduces; the
+count tells new data from old, so that nothing is ever reset and a replayed graph needs no input. There are two of each
+slot, for even and for odd counts. That is enough: in an all-reduce a program hears from every other rank, so whoever is
+in all-reduce n + 1 knows that all ranks have left n - 1, whose slots it writes.
 
 Bytes of a rank's buffer, in this order:
 
     words    [ONE_SHOT_CHANNELS, 2, ranks, SLOT_BYTES]   one_shot: what each rank sent, a count beside every value
-    parts    [MAX_CHANNELS, 2, SLOT_BYTES]               two_shot: other ranks' terms of the columns that are this rank's
+    parts    [MAX_CHANNELS, 2, SLOT_BYTES]               two_shot: other ranks' terms of this rank's share of columns
     sums     [MAX_CHANNELS, 2, SLOT_BYTES]               two_shot: every rank's sums
     flags    [MAX_CHANNELS, 2, MAX_RANKS]                two_shot, int32: the count up to which a rank has written
 """
