@@ -167,7 +167,7 @@ def plan_one_shot(x: torch.Tensor, out: torch.Tensor, norm: Norm | None, buffer:
             "STOP": MAX_CHANNELS,
             "PDL": supports_pdl(x.device),
         },
-        options={"num_warps": _warps(units), **pdl_options(x.device)},
+        options={"num_warps": _warps(units), "maxnreg": 128, **pdl_options(x.device)},
     )
 
 
@@ -198,7 +198,7 @@ def plan_two_shot(x: torch.Tensor, out: torch.Tensor, norm: Norm | None, buffer:
             "RANKS": MAX_RANKS,
             "PDL": supports_pdl(x.device),
         },
-        options={"num_warps": _warps(triton.next_power_of_2(columns) // 4), **pdl_options(x.device)},
+        options={"num_warps": _warps(triton.next_power_of_2(columns) // 4), "maxnreg": 128, **pdl_options(x.device)},
     )
 
 
