@@ -122,7 +122,7 @@ class Attention(nn.Module):
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
     ) -> torch.Tensor:
         """This rank's term `[T, hidden_size]` of `self(hidden)`, or parts of it, by the kernels of the step's path."""
-        if attn.path is DecodePath.HOPPER:
+        if attn.path.leaves_parts:
             return self.parts_step(hidden, positions, cache, attn)
         if attn.path is DecodePath.SKINNY:
             heads = skinny_linear(hidden, self.qkv_proj.weight, bias=self.qkv_proj.bias)
@@ -161,10 +161,14 @@ class Attention(nn.Module):
     def parts_step(
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
     ) -> torch.Tensor:
-        """This rank's term of `self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, on Hopper."""
+        """This rank's term of `self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, on Hopper.
+
+        The first of them is PyTorch's if `attn.path` is MIXED.
+        """
         qkv, o = self.qkv_proj, self.o_proj
-        attended = self._attend_fused(hopper_linear(hidden, qkv.weight, bias=qkv.bias), positions, cache, attn)
-        return hopper_linear_parts(attended, o.weight, bias=o.own_bias)
+        in_hopper = attn.path is DecodePath.HOPPER
+        heads = hopper_linear(hidden, qkv.weight, bias=qkv.bias) if in_hopper else qkv(hidden)
+        return hopper_linear_parts(self._attend_fused(heads, positions, cache, attn), o.weight, bias=o.own_bias)
 
     def _attend_fused(
         self, qkv: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
@@ -213,18 +217,24 @@ class GatedMLP(nn.Module):
 
     def term_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
         """This rank's term `[T, hidden_size]` of `self(hidden)`, or parts of it, by the kernels of a path."""
+        if path.leaves_parts:
+            return self.parts_step(hidden, path)
         gate_up, down = self.gate_up_proj, self.down_proj
-        if path is DecodePath.HOPPER:
-            return self.parts_step(hidden)
         if path is DecodePath.SKINNY:
             activated = skinny_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
             return skinny_linear(activated, down.weight, bias=down.own_bias)
         return down.term(silu_and_mul(gate_up(hidden)))
 
-    def parts_step(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's term of `self(hidden)` in two kernels, as parts `[S, T, hidden_size]`, on Hopper."""
+    def parts_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
+        """This rank's term of `self(hidden)` as parts `[S, T, hidden_size]`, on Hopper.
+
+        Two kernels on the path HOPPER; three on MIXED, with gate and up from PyTorch.
+        """
         gate_up, down = self.gate_up_proj, self.down_proj
-        activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
+        if path is DecodePath.HOPPER:
+            activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
+        else:
+            activated = silu_and_mul(gate_up(hidden))
         return hopper_linear_parts(activated, down.weight, bias=down.own_bias)
 
 

@@ -22,18 +22,13 @@ def reaches_all(rank: int, size: int, store: dist.Store, device: torch.device) -
     Every rank asks, and each answers for itself.
     """
     usable = device.type == "cuda" and torch.version.hip is None and size <= MAX_RANKS and _without_multicast(device)
-    me = f"{_host()} {_uuid(device)}" if usable else ""
-    store.set(f"gpu/{rank}", me)
-    others = [store.get(f"gpu/{other}").decode() for other in range(size) if other != rank]
-    if not usable or len({me, *others}) < size:  # two ranks on one GPU would wait for each other in turns
+    store.set(f"gpu/{rank}", _uuid(device) if usable else "")
+    gpus = [store.get(f"gpu/{other}").decode() for other in range(size)]
+    if not all(gpus) or len(set(gpus)) < size:  # ranks on one GPU would take turns to wait for each other
         return False
-    here = {f"{_host()} {_uuid(torch.device('cuda', index))}": index for index in range(torch.cuda.device_count())}
-    return all(other in here and _has_atomics(device, here[other]) for other in others)
-
-
-def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+    here = {_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    others = [gpu for other, gpu in enumerate(gpus) if other != rank]
+    return all(gpu in here and _has_atomics(device, here[gpu]) for gpu in others)
 
 
 def _uuid(device: torch.device) -> str:
