@@ -59,14 +59,18 @@ def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: f
         _rank_main, (size, store.port, function, args, results), nprocs=size, join=False, daemon=True
     )
     deadline = time.monotonic() + seconds
+    result, ended = None, False
     try:
-        while not ranks.join(timeout=0.2):
+        while not ended:
             if time.monotonic() > deadline:
                 raise EngineError(f"the ranks had {seconds:.0f} seconds and are not done: one waits for another")
+            ended = ranks.join(timeout=0.2)
+            if not results.empty():
+                result = results.get()
     finally:
         for process in ranks.processes:
             process.kill()
-    return results.get()
+    return result
 
 
 def _rank_main(rank: int, size: int, port: int, function: Callable[..., Any], args: Any, results: Any) -> None:
