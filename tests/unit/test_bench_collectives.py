@@ -36,4 +36,4 @@ def test_it_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_line_shows_what_there_is() -> None:
     line = {"rows": 128, "hidden": 4096, "bytes": 2**20, "nccl": 20.0, "nccl_norm": 23.456, "two_shot": 12.0}
     line |= {"one_shot": None, "one_shot_norm": None, "two_shot_norm": 13.0, "auto": "two_shot"}
-    assert row_of_table(line).split() == "4096 128 1024 20.00 - 12.00 23.46 - 13.00 two_shot".split()
+    assert " ".join(row_of_table(line).split()) == "4096 128 1024 20.00 - 12.00 23.46 - 13.00 two_shot"
