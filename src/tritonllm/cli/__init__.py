@@ -1,5 +1,5 @@
 """The command line: `generate` and `chat` run a model, `bench` measures it, `roofline` says what a GPU allows,
-`kernels` compiles for it, `models` and `plugins` list what is known.
+`kernels` compiles for it and measures it, `models` and `plugins` list what is known.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
@@ -19,6 +19,7 @@ import typer
 from tritonllm import __version__
 from tritonllm.cli.bench import bench_app
 from tritonllm.cli.kernels import kernels_app
+from tritonllm.cli.kernels_bench import kernels_bench
 from tritonllm.cli.listing import models, plugins
 from tritonllm.cli.model import chat, generate
 from tritonllm.cli.roofline import roofline
@@ -35,6 +36,7 @@ app = typer.Typer(
 for command in (generate, chat, models, plugins, roofline):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
+kernels_app.command("bench")(kernels_bench)
 app.add_typer(kernels_app, name="kernels")
 
 
