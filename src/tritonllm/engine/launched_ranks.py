@@ -73,9 +73,9 @@ class LaunchedRanks(Ranks):
         self._watcher.start()
         self._channel.send(pickle.dumps(_sent(resolved)), self._check)
         self._wait_for("here")
-        self.group = self._unless_failed(
-            lambda: DistributedGroup.connect(0, self.size, store, device, self._check, address)
-        )
+        how = resolved.engine.all_reduce
+        connect = DistributedGroup.connect
+        self.group = self._unless_failed(lambda: connect(0, self.size, store, device, self._check, address, how))
 
     def _has_ended(self, rank: int) -> bool:
         return bool(connection.wait([self._sentinels[rank - 1]], 0))
@@ -112,7 +112,8 @@ def serve_launched_rank(place: LaunchPlace) -> NoReturn:
         resolved = _received(channel.receive())
         reports.send(("here", None))
         device = _device(place, resolved.engine.device)
-        group = DistributedGroup.connect(place.rank, place.size, store, device, address=address)
+        how = resolved.engine.all_reduce
+        group = DistributedGroup.connect(place.rank, place.size, store, device, address=address, all_reduce=how)
         serve(place.rank, group, channel, resolved, reports)
     except BaseException:
         # Without waiting for peers that may never answer: closed connections tell them.

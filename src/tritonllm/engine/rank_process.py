@@ -112,7 +112,9 @@ def _serve(arguments: RankArguments, reports: Connection) -> None:
     else:
         torch.set_num_threads(arguments.num_threads)
     store = torch.distributed.TCPStore("127.0.0.1", arguments.port, is_master=False)
-    group = DistributedGroup.connect(arguments.rank, arguments.size, store, device)
+    group = DistributedGroup.connect(
+        arguments.rank, arguments.size, store, device, all_reduce=resolved.engine.all_reduce
+    )
     serve(arguments.rank, group, channel, resolved, reports)
 
 

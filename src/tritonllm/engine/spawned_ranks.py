@@ -55,7 +55,9 @@ class SpawnedRanks(Ranks):
         self._sentinels = [process.sentinel for process in self._processes]
         self._watcher.start()
         self._wait_for("here")
-        self.group = self._unless_failed(lambda: DistributedGroup.connect(0, self.size, store, device, self._check))
+        how = resolved.engine.all_reduce
+        connect = DistributedGroup.connect
+        self.group = self._unless_failed(lambda: connect(0, self.size, store, device, self._check, all_reduce=how))
 
     def _has_ended(self, rank: int) -> bool:
         return self._processes[rank - 1].exitcode is not None
