@@ -89,6 +89,8 @@ def test_rms_norm_with_a_unit_offset() -> None:
     torch.testing.assert_close(norm(x), F.rms_norm(x, (24,), 1 + norm.weight, 1e-5))
     total = x + residual
     torch.testing.assert_close(norm(x, residual), F.rms_norm(total, (24,), 1 + norm.weight, 1e-5))
+    with pytest.raises(ValueError, match="cannot be normed with unit_offset=True"):
+        norm(x, residual, ONE)
 
 
 @pytest.mark.parametrize("size", [1, 2])

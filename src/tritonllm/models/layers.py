@@ -93,13 +93,18 @@ class RMSNorm(nn.Module):
         self.unit_offset = unit_offset
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, tp: TPGroup | None = None) -> torch.Tensor:
         """Norm of x `[T, size]`; with a residual, x is added to it in place first and the sum is normed.
 
-        Then x may also be parts of that sum, float32 `[S, T, size]`.
+        Then x may also be parts of that sum, float32 `[S, T, size]`, and with a group this rank's term of it; that
+        norm has no unit offset.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.unit_offset)
+        if tp is not None:
+            if self.unit_offset:
+                raise ValueError("RMSNorm: a sum over ranks cannot be normed with unit_offset=True; reduce it first")
+            return tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps, self.unit_offset)
 
 
@@ -169,6 +174,24 @@ class Attention(nn.Module):
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
     ) -> torch.Tensor:
         """hidden `[T, hidden_size]` and int32 positions `[T]` to `[T, hidden_size]`, or `[N, ...]` if attn wants N."""
+        return self.o_proj(self._attend(hidden, positions, cache, attn))
+
+    def term_step(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
+    ) -> torch.Tensor:
+        """This rank's term `[T, hidden_size]` of `self(hidden)`, or parts of it, by the kernels of the step's path."""
+        if attn.path.leaves_parts:
+            return self.parts_step(hidden, positions, cache, attn)
+        if attn.path is DecodePath.SKINNY:
+            heads = skinny_linear(hidden, self.qkv_proj.weight, bias=self.qkv_proj.bias)
+            attended = self._attend_fused(heads, positions, cache, attn)
+            return skinny_linear(attended, self.o_proj.weight, bias=self.o_proj.own_bias)
+        return self.o_proj.term(self._attend(hidden, positions, cache, attn))
+
+    def _attend(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """Everything before the output projection, `[T, heads * head_dim]`, in separate kernels."""
         k_cache, v_cache = cache
         qkv = self.qkv_proj(hidden)
         if self.joint_norm:
@@ -187,7 +210,7 @@ class Attention(nn.Module):
                 eps=self.eps,
                 unit_offset=self.unit_offset,
             )
-        return self.o_proj(attn.attend(q, k_cache, v_cache, self.scale, self.window, self.softcap).flatten(1))
+        return attn.attend(q, k_cache, v_cache, self.scale, self.window, self.softcap).flatten(1)
 
     def _joint_norm_rope_store(
         self, qkv: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
@@ -213,14 +236,14 @@ class Attention(nn.Module):
     def parts_step(
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
     ) -> torch.Tensor:
-        """`self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank.
+        """This rank's term of `self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, on Hopper.
 
         The first of them is PyTorch's if `attn.path` is MIXED.
         """
         qkv, o = self.qkv_proj, self.o_proj
         in_hopper = attn.path is DecodePath.HOPPER
         heads = hopper_linear(hidden, qkv.weight, bias=qkv.bias) if in_hopper else qkv(hidden)
-        return hopper_linear_parts(self._attend_fused(heads, positions, cache, attn), o.weight, bias=o.bias)
+        return hopper_linear_parts(self._attend_fused(heads, positions, cache, attn), o.weight, bias=o.own_bias)
 
     def _attend_fused(
         self, qkv: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
@@ -303,8 +326,18 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
         return skinny_linear(activated, down.weight, bias=down.bias, residual=stream)
 
+    def term_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
+        """This rank's term `[T, hidden_size]` of `self(hidden)`, or parts of it, by the kernels of a path."""
+        if path.leaves_parts:
+            return self.parts_step(hidden, path)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if path is DecodePath.SKINNY:
+            activated = skinny_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True, activation=self.activation)
+            return skinny_linear(activated, down.weight, bias=down.own_bias)
+        return down.term(self._activate(gate_up(hidden)))
+
     def parts_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
-        """`self(hidden)` as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank.
+        """This rank's term of `self(hidden)` as parts `[S, T, hidden_size]`, on Hopper.
 
         Two kernels on the path HOPPER; three on MIXED, with gate and up from PyTorch.
         """
@@ -313,4 +346,4 @@ class GatedMLP(nn.Module):
             activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True, activation=self.activation)
         else:
             activated = self._activate(gate_up(hidden))
-        return hopper_linear_parts(activated, down.weight, bias=down.bias)
+        return hopper_linear_parts(activated, down.weight, bias=down.own_bias)
