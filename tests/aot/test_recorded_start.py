@@ -133,7 +133,9 @@ class TestWindowsAndCaps:
         return started
 
     def test_hopper_s_prefill_is_for_plain_layers_and_the_other_form_takes_its_tiles(self, started) -> None:
-        launches = started("gemma3_text")
+        # Not in the last layer, whose attention is that of the sampled tokens.
+        types = ["sliding_attention", "full_attention", "sliding_attention"]
+        launches = started("gemma3_text", num_hidden_layers=3, layer_types=types)
         assert of(launches, "_prefill_hopper_kernel")
         portable = of(launches, "_prefill_attention_kernel")
         forms = {(launch.constexprs["BLOCK_M"], launch.constexprs["WINDOW"]) for launch in portable}
