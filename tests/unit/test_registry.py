@@ -12,17 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tritonllm.checkpoint_names import checkpoint_key, checkpoint_keys
 from tritonllm.errors import DuplicateModelError, PluginError, UnknownModelError
 from tritonllm.hookspecs import ModelSpec, hookimpl
 from tritonllm.models import BUILTIN_SPECS, builtin_entry_points
-from tritonllm.registry import (
-    PLUGINS_VARIABLE,
-    ModelRegistry,
-    checkpoint_key,
-    checkpoint_keys,
-    load_model_class,
-    load_object,
-)
+from tritonllm.plugin_discovery import PLUGINS_VARIABLE
+from tritonllm.registry import ModelRegistry, load_model_class, load_object
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -42,7 +42,8 @@ def models(as_json: AsJson = False) -> None:
 
 def plugins(as_json: AsJson = False) -> None:
     """Load every installed plugin by itself and report on it. The exit code is 1 if one failed."""
-    from tritonllm.registry import PLUGINS_VARIABLE, default_registry
+    from tritonllm.plugin_discovery import PLUGINS_VARIABLE
+    from tritonllm.registry import default_registry
 
     registry = default_registry()
     with warnings.catch_warnings():
