@@ -141,6 +141,21 @@ class ModelRegistry:
         """Every known model with its owner: this process, the built-ins, then the plugins' distributions."""
         return [(claim.owner, claim.spec) for claim in (*self._added_claims(), *self._all_claims())]
 
+    def conflicts(self) -> list[str]:
+        """One sentence for each name that two families claim, neither of which overrides the other; loads all plugins.
+
+        Looking such a name up raises that sentence as a DuplicateModelError.
+        """
+        claims = self._all_claims()
+        sentences = []
+        for field in ("checkpoints", "architectures"):
+            for name in dict.fromkeys(name for claim in claims for name in getattr(claim.spec, field)):
+                try:
+                    _only_claim(name, [claim for claim in claims if name in getattr(claim.spec, field)])
+                except DuplicateModelError as error:
+                    sentences.append(str(error))
+        return sentences
+
     def _added_claims(self, key: str | None = None) -> list[_Claim]:
         return _serving(key, [_Claim(spec, IN_PROCESS) for spec in self._added.values()])
 

@@ -32,10 +32,10 @@ def check(spec: ModelSpec, *, device: str = "auto") -> None:
     """
     import tempfile
 
-    from tritonllm.conformance.candidate import make_candidate
+    from tritonllm.conformance.candidate import make_candidate, one_thread
     from tritonllm.conformance.checks import CHECKS
 
-    with tempfile.TemporaryDirectory() as folder:
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
         candidate = make_candidate(spec, folder, device)
         for run in CHECKS.values():
             run(candidate)

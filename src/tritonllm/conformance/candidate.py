@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +111,17 @@ def make_candidate(spec: ModelSpec, folder: str | os.PathLike[str], device: str 
     ids[2, :48] = ids[1, :48]
     prompts = [row[:length].tolist() for row, length in zip(ids, PROMPT_LENGTHS, strict=True)]
     return Candidate(spec, os.fspath(folder), twin, prompts, device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models this small spend their time waiting for threads, not computing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def telling_config(config: Any) -> Any:

@@ -31,19 +31,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def candidate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Candidate]:
     """The family, with its twin in a folder."""
-    import torch
-
-    from tritonllm.conformance.candidate import make_candidate
+    from tritonllm.conformance.candidate import make_candidate, one_thread
 
     spec: ModelSpec = request.param
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models this small spend their time waiting for threads
-    try:
-        made = make_candidate(spec, tmp_path_factory.mktemp("twin"), request.config.getoption("--tritonllm-device"))
-    except (TritonLLMError, ValueError) as error:
-        pytest.fail(f"{spec.name}: {error}", pytrace=False)
-    yield made
-    torch.set_num_threads(threads)
+    with one_thread():
+        try:
+            made = make_candidate(spec, tmp_path_factory.mktemp("twin"), request.config.getoption("--tritonllm-device"))
+        except (TritonLLMError, ValueError) as error:
+            pytest.fail(f"{spec.name}: {error}", pytrace=False)
+        yield made
 
 
 def test_conformance(candidate: Candidate, check: str) -> None:
