@@ -154,7 +154,7 @@ class ModelRegistry:
                     _only_claim(name, [claim for claim in claims if name in getattr(claim.spec, field)])
                 except DuplicateModelError as error:
                     sentences.append(str(error))
-        return sentences
+        return sorted(sentences)
 
     def _added_claims(self, key: str | None = None) -> list[_Claim]:
         return _serving(key, [_Claim(spec, IN_PROCESS) for spec in self._added.values()])
