@@ -12,7 +12,6 @@ import os
 import re
 import warnings
 
-import tritonllm.models
 from tritonllm.hookspecs import PROJECT, ModelSpec
 
 PLUGINS_VARIABLE = "TRITONLLM_PLUGINS"
@@ -67,7 +66,7 @@ def installed_plugins() -> list[importlib.metadata.EntryPoint]:
     points = [
         point
         for point in importlib.metadata.entry_points(group=PROJECT)
-        if point.value.partition(":")[0] != tritonllm.models.__name__
+        if point.value.partition(":")[0] != "tritonllm.models"
     ]
     variable = os.environ.get(PLUGINS_VARIABLE)
     if variable is None:
