@@ -10,7 +10,15 @@ import pytest
 
 from tritonllm import ModelSpec, conformance
 from tritonllm.config import ModelConfig, qwen3_config
-from tritonllm.conformance.candidate import EPSILON, ROPE_THETAS, Candidate, make_candidate, telling_config
+from tritonllm.conformance.candidate import (
+    EPSILON,
+    PROMPT_LENGTHS,
+    ROPE_THETAS,
+    WINDOW,
+    Candidate,
+    make_candidate,
+    telling_config,
+)
 from tritonllm.conformance.checks import CHECKS
 from tritonllm.errors import CheckpointError
 from tritonllm.models.attention_metadata import DecodeMetadata
@@ -227,6 +235,23 @@ def test_a_twin_has_an_epsilon_and_rotary_bases_of_its_own() -> None:
     assert (before.rms_norm_eps, before.rope_parameters["rope_theta"]) == (1e-6, 10000.0)
     assert after.rope_parameters["rope_theta"] == ROPE_THETAS[0]
     two = telling_config(tiny_hf_config("gemma3_text"))
-    assert {kind: rope["rope_theta"] for kind, rope in two.rope_parameters.items()} == dict(
-        zip(two.rope_parameters, ROPE_THETAS, strict=True)
-    )
+    thetas = [rope["rope_theta"] for rope in two.rope_parameters.values()]
+    assert thetas == list(ROPE_THETAS)
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "kinds"),
+    [
+        (tiny_hf_config("qwen3"), None, ["full_attention"] * 2),
+        (tiny_hf_config("mistral"), None, None),
+        (tiny_hf_config("mistral", sliding_window=64), WINDOW, None),
+        (tiny_hf_config("mistral", sliding_window=8), 8, None),
+        (tiny_hf_config("gemma2"), WINDOW, ["sliding_attention", "full_attention"]),
+        (tiny_hf_config("gemma3_text", sliding_window=512), WINDOW, ["sliding_attention", "full_attention"]),
+    ],
+)
+def test_a_window_of_a_twin_is_short_enough_to_matter_and_not_in_every_kind_of_layer(config, window, kinds) -> None:
+    after = telling_config(config)
+    assert after.sliding_window == window
+    assert getattr(after, "layer_types", None) == kinds
+    assert max(PROMPT_LENGTHS) > WINDOW

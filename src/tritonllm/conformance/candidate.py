@@ -28,6 +28,9 @@ EPSILON = 0.01
 ROPE_THETAS = (700.0, 1300.0)
 """Rotary bases of a twin, no model's own: one, or one a kind of layer. Who ignores the field has another."""
 
+WINDOW = 20
+"""Sliding window of a twin that has one: shorter than the prompts, and no multiple of a block."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -125,7 +128,10 @@ def one_thread() -> Iterator[None]:
 
 
 def telling_config(config: Any) -> Any:
-    """A copy of a transformers config in which fields that models like to fix have unusual values."""
+    """A copy of a transformers config in which fields that models like to fix have unusual values.
+
+    A sliding window is short enough to matter, and of layers that may have one the last has none.
+    """
     config = type(config).from_dict(config.to_dict())
     for field in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
         if getattr(config, field, None) is not None:
@@ -139,4 +145,9 @@ def telling_config(config: Any) -> Any:
     for field in ("rope_theta", "rope_local_base_freq"):  # transformers 4
         if not sets and getattr(config, field, None) is not None:
             setattr(config, field, next(thetas))
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
+        config.layer_types = [*kinds[:-1], "full_attention"] if len(set(kinds)) == 1 else kinds
+    if "sliding_attention" in kinds or (getattr(config, "sliding_window", None) or 0) > WINDOW:
+        config.sliding_window = WINDOW
     return config
