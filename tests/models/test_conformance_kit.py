@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from tritonllm.errors import CheckpointError
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.decoder import DecoderLM
 from tritonllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
-from tritonllm.testing import tiny_hf_config
+from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
 
 class WrongEpsilon(Qwen3ForCausalLM):
@@ -212,6 +213,26 @@ def test_a_model_that_is_wrong_only_when_it_decodes_is_found_by_its_logits(plant
     CHECKS["layers"](candidate)
     with pytest.raises(AssertionError, match="decoding one token at a time"):
         CHECKS["logits and tokens"](candidate)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_the_family_has_the_tensors_that_the_model_asks_for(planted, tmp_path, tied: bool) -> None:
+    folder = tmp_path / "real"
+    save_tiny_checkpoint(tiny_hf_config("qwen3", heads="9/3x64", tie_word_embeddings=tied), folder, shards=3)
+    candidate = dataclasses.replace(planted(), checkpoint=str(folder))
+    CHECKS["checkpoint"](candidate)
+    wider = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**wider, "intermediate_size": 208}))
+    with pytest.raises(CheckpointError, match=r"wrong shape \(6\): model\.layers\.0\.mlp\.\w+\.weight is \["):
+        CHECKS["checkpoint"](candidate)
+
+
+def test_a_checkpoint_with_more_than_the_model_knows_is_found(planted, tmp_path) -> None:
+    folder = tmp_path / "real"
+    save_tiny_checkpoint(tiny_hf_config("qwen3"), folder)
+    candidate = dataclasses.replace(planted(WithoutHeadNorms), checkpoint=str(folder))
+    with pytest.raises(CheckpointError, match=r"unexpected \(4\): model\.layers\.0\.self_attn\.k_norm\.weight"):
+        CHECKS["checkpoint"](candidate)
 
 
 def test_a_right_family_that_nobody_registered_passes_in_python() -> None:

@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         found = ModelRegistry(points)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr("tritonllm.registry.default_registry", lambda: found)
-        monkeypatch.setattr("tritonllm.conformance.families.default_registry", lambda: found)
+        monkeypatch.setattr("tritonllm.conformance.subjects.default_registry", lambda: found)
 
     yield install
     for name in [name for name in sys.modules if name.endswith("_plugin") and "." not in name]:
@@ -116,8 +116,7 @@ class TestCheck:
         assert run("plugins", "check", "qwen3", "--device", "cpu")[0] == 1
         (args,) = started
         assert args[args.index("--pyargs") + 1] == "tritonllm.conformance"
-        assert args[args.index("--tritonllm-model") + 1] == "qwen3"
-        assert args[args.index("--tritonllm-device") + 1] == "cpu"
+        assert {"--tritonllm-model=qwen3", "--tritonllm-device=cpu"} <= set(args)
 
     def test_success(self, run, monkeypatch) -> None:
         monkeypatch.setattr(pytest, "main", lambda args: pytest.ExitCode.OK)

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from tritonllm import conformance
-from tritonllm.conformance.families import load_spec, specs_named
+from tritonllm.conformance.subjects import load_spec
 from tritonllm.errors import PluginError
-from tritonllm.plugin_discovery import installed_plugins
 from tritonllm.plugin_scaffold import plugin_files, write_plugin
-from tritonllm.registry import ModelRegistry
 
 
 @pytest.mark.parametrize(
@@ -83,41 +81,3 @@ def test_its_own_test_is_that_check(lantern: Path, monkeypatch: pytest.MonkeyPat
     exec((lantern / "tests" / "test_conformance.py").read_text(), space)
     space["test_the_model_computes_what_its_reference_does"]()
     assert checked == [load_spec("tritonllm_lantern.plugin:SPEC")]
-
-
-class TestFamilies:
-    """What a name means to the kit."""
-
-    def test_a_spec_by_its_module(self, lantern: Path) -> None:
-        with pytest.raises(PluginError, match="named like 'package.module:SPEC', got 'tritonllm_lantern'"):
-            load_spec("tritonllm_lantern")
-        with pytest.raises(PluginError, match="must be a ModelSpec, got function"):
-            load_spec("tritonllm_lantern.config:reference")
-
-    def test_distribution_entry_point_spec_checkpoint_architecture_and_folder(self, tmp_path: Path) -> None:
-        from test_registry import FakeEntryPoint, plugin_module, spec
-
-        toys = [spec(name, checkpoints=(f"{name}-1M",), architectures=(f"{name}LM",)) for name in ("a", "b", "c")]
-        points = [
-            FakeEntryPoint("first", plugin_module(*toys[:2]), "Tritonllm.Toys"),
-            FakeEntryPoint("second", plugin_module(toys[2]), "Tritonllm.Toys"),
-            FakeEntryPoint("broken", ImportError("gone"), "tritonllm-broken"),
-        ]
-        registry = ModelRegistry(points)
-        (tmp_path / "config.json").write_text('{"architectures": ["bLM"]}')
-        with pytest.warns(UserWarning, match="'broken' of tritonllm-broken"):
-            assert specs_named("tritonllm-toys", registry) == toys
-        assert specs_named("first", registry) == toys[:2]
-        assert specs_named("c", registry) == toys[2:]
-        assert specs_named("a-1M", registry) == specs_named("aLM", registry) == toys[:1]
-        assert specs_named(str(tmp_path), registry) == toys[1:2]
-        assert specs_named("Qwen3-0.6B", registry)[0].name == "qwen3"
-        builtin = [spec for owner, spec in registry.specs() if "built-in" in owner]
-        assert specs_named("tritonllm-engine", registry) == specs_named("tritonllm", registry) == builtin
-        for name in ("broken", "tritonllm-broken"):
-            with pytest.raises(PluginError, match="Plugin 'broken' of tritonllm-broken 1.0 failed: ImportError: gone"):
-                specs_named(name, registry)
-
-    def test_installed_plugins_are_looked_at_by_default(self) -> None:
-        assert specs_named("llama")[0].name == "llama"
-        assert all(point.value != "tritonllm.models" for point in installed_plugins())

@@ -56,16 +56,17 @@ def plugins(context: typer.Context, as_json: AsJson = False) -> None:
 @plugins_app.command()
 def check(
     name: Annotated[
-        str, typer.Argument(help="A distribution, entry point, spec, checkpoint name, or folder of a checkpoint.")
+        str, typer.Argument(help="A distribution, entry point, spec, checkpoint name, or path of a checkpoint.")
     ],
     device: Annotated[str, typer.Option("--device", help="Where the engine runs: auto, cuda or cpu.")] = "auto",
 ) -> None:
     """Run the conformance kit on the model families of that name.
 
     A tiny random model is built in transformers and compared: hidden states after every layer, logits, greedy tokens,
-    and the tokens of every way to compute them. The exit code is 1 if a family is not right.
+    and the tokens of every way to compute them. Of a checkpoint the names and shapes of its tensors are compared with
+    the model's. The exit code is 1 if a family is not right.
     """
-    from tritonllm.conformance.families import specs_named
+    from tritonllm.conformance.subjects import specs_named
 
     if device not in ("auto", "cuda", "cpu"):
         raise typer.BadParameter("must be auto, cuda or cpu", param_hint="--device")
@@ -76,7 +77,8 @@ def check(
 
     plugin = "tritonllm.conformance.plugin"
     options = ["-p", plugin, "-p", "no:cacheprovider", "--pyargs", "tritonllm.conformance", "-v", "--no-header"]
-    code = pytest.main([*options, "--tritonllm-model", name, "--tritonllm-device", device])
+    # In one word with its option, or pytest would look for a configuration file where a checkpoint lies.
+    code = pytest.main([*options, f"--tritonllm-model={name}", f"--tritonllm-device={device}"])
     raise typer.Exit(int(code != 0))
 
 

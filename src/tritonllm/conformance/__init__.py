@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from tritonllm.hookspecs import ModelSpec
 
 
-def check(spec: ModelSpec, *, device: str = "auto") -> None:
+def check(spec: ModelSpec, *, device: str = "auto", checkpoint: str | None = None) -> None:
     """Run the whole kit on one family.
 
     Args:
         spec: the family; it need not be registered.
         device: where the engine runs, "auto", "cuda" or "cpu"; transformers runs on the CPU.
+        checkpoint: a folder or `.gguf` file of the family; its tensors must be those that the model asks for. They are
+            not loaded.
 
     Raises:
         AssertionError: the model is not right; in plain words.
@@ -36,6 +38,6 @@ def check(spec: ModelSpec, *, device: str = "auto") -> None:
     from tritonllm.conformance.checks import CHECKS
 
     with one_thread(), tempfile.TemporaryDirectory() as folder:
-        candidate = make_candidate(spec, folder, device)
+        candidate = make_candidate(spec, folder, device, checkpoint)
         for run in CHECKS.values():
             run(candidate)

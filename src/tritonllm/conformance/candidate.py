@@ -42,6 +42,7 @@ class Candidate:
         twin: the transformers model of these weights, float32, on the CPU.
         prompts: token ids; the second and third share 48, which is three blocks of the cache.
         device: where the engine runs.
+        checkpoint: a real checkpoint of the family, whose tensors are only looked at; or None.
     """
 
     spec: ModelSpec
@@ -49,6 +50,7 @@ class Candidate:
     twin: Any
     prompts: list[list[int]]
     device: str
+    checkpoint: str | None = None
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -94,7 +96,9 @@ class Candidate:
         )
 
 
-def make_candidate(spec: ModelSpec, folder: str | os.PathLike[str], device: str = "auto") -> Candidate:
+def make_candidate(
+    spec: ModelSpec, folder: str | os.PathLike[str], device: str = "auto", checkpoint: str | None = None
+) -> Candidate:
     """Write the twin of a family into a folder.
 
     Raises:
@@ -113,7 +117,7 @@ def make_candidate(spec: ModelSpec, folder: str | os.PathLike[str], device: str 
     ids = torch.randint(vocabulary, (len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)), generator=generator)
     ids[2, :48] = ids[1, :48]
     prompts = [row[:length].tolist() for row, length in zip(ids, PROMPT_LENGTHS, strict=True)]
-    return Candidate(spec, os.fspath(folder), twin, prompts, device)
+    return Candidate(spec, os.fspath(folder), twin, prompts, device, checkpoint)
 
 
 @contextmanager

@@ -8,12 +8,15 @@ from typing import cast
 import torch
 from torch import nn
 
+from tritonllm.config import EngineConfig
 from tritonllm.conformance.candidate import NUM_TOKENS, Candidate
+from tritonllm.engine.resolve import build_model, resolve_model
 from tritonllm.errors import CheckpointError
+from tritonllm.models.tensor_parallel import TPGroup
 from tritonllm.testing.equality import assert_way_agrees
 from tritonllm.testing.hf_comparison import assert_engine_matches, prefill_logits
 from tritonllm.testing.layer_comparison import assert_layers_match
-from tritonllm.weights import load_weights, open_checkpoint
+from tritonllm.weights import load_weights, meta_tensors, open_checkpoint
 from tritonllm.weights.targets import find_targets
 
 Check = Callable[[Candidate], None]
@@ -95,6 +98,19 @@ def _unread(candidate: Candidate, runner: object, model: nn.Module, tensors: dic
     return unread
 
 
+def real_checkpoint(candidate: Candidate) -> None:
+    """The config of the checkpoint is read, and its tensors have the names and shapes that the model asks for."""
+    if candidate.checkpoint is None:
+        return
+    config = EngineConfig(candidate.checkpoint, dtype="float32", enforce_eager=True)
+    resolved = resolve_model(config, spec=candidate.spec, recorded=True)
+    model = cast(nn.Module, build_model(resolved, TPGroup()))
+    _, shared = find_targets(model)
+    # The copy of a tied head has no parameter to be compared with.
+    tensors = meta_tensors(open_checkpoint(candidate.checkpoint))
+    load_weights(model, ((name, tensor) for name, tensor in tensors if name not in shared))
+
+
 def _way(name: str) -> Check:
     def check(candidate: Candidate) -> None:
         keys = candidate.keys
@@ -115,5 +131,7 @@ CHECKS: dict[str, Check] = {
     "layers": layers,
     "logits and tokens": logits_and_tokens,
     **{name: _way(name) for name in WAYS},
+    "checkpoint": real_checkpoint,
 }
-"""Name to check. Each raises AssertionError in plain words; none but the first makes sense if that one fails."""
+"""Name to check. Each raises AssertionError or TritonLLMError in plain words. Only the first and the last, which is for
+candidates with a checkpoint, make sense where the first fails."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tritonllm.hookspecs import ModelSpec
+    from tritonllm.conformance.subjects import Subject
 
-SPECS: pytest.StashKey[list[ModelSpec]] = pytest.StashKey()
-"""The families to test, in `config.stash`."""
+SUBJECTS: pytest.StashKey[list[Subject]] = pytest.StashKey()
+"""What to test, in `config.stash`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,14 +21,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME_OR_PATH",
-        help="test the families of this distribution, entry point, model spec, checkpoint or folder; may be repeated",
+        help="test the families of this distribution, entry point, spec or checkpoint; of a folder or .gguf file also "
+        "whether it has the tensors of the model; may be repeated",
     )
     group.addoption(
         "--tritonllm-spec",
         action="append",
         default=[],
         metavar="MODULE:SPEC",
-        help="test this ModelSpec, installed as a plugin or not; may be repeated",
+        help="test this ModelSpec, installed or not; --tritonllm-model may name a checkpoint for it; may be repeated",
     )
     group.addoption(
         "--tritonllm-device",
@@ -41,15 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Find the families that the options name."""
     names, references = config.getoption("--tritonllm-model"), config.getoption("--tritonllm-spec")
-    config.stash[SPECS] = []
+    config.stash[SUBJECTS] = []
     if not names and not references:
         return
-    from tritonllm.conformance.families import load_spec, specs_named
+    from tritonllm.conformance.subjects import subjects
     from tritonllm.errors import TritonLLMError
 
     try:
-        # A spec that is given outright needs no registry; then a model's name only says which one is meant.
-        found = [load_spec(reference) for reference in references] or [s for name in names for s in specs_named(name)]
+        config.stash[SUBJECTS] = subjects(names, references)
     except TritonLLMError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[SPECS] = list(dict.fromkeys(found))

@@ -7,25 +7,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tritonllm.conformance.plugin import SPECS
+from tritonllm.conformance.plugin import SUBJECTS
 from tritonllm.errors import TritonLLMError
-from tritonllm.hookspecs import ModelSpec
 
 if TYPE_CHECKING:
     from tritonllm.conformance.candidate import Candidate
+    from tritonllm.conformance.subjects import Subject
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every check for every family that the options name."""
-    specs = metafunc.config.stash[SPECS]
-    if not specs:
+    subjects = metafunc.config.stash[SUBJECTS]
+    if not subjects:
         raise pytest.Collector.CollectError(
             "no family is named: give --tritonllm-model NAME_OR_PATH or --tritonllm-spec package.module:SPEC"
         )
     from tritonllm.conformance.checks import CHECKS
 
-    metafunc.parametrize("candidate", specs, ids=[spec.name for spec in specs], indirect=True, scope="session")
-    metafunc.parametrize("check", CHECKS)
+    cases = {
+        f"{subject.spec.name}-{check}": (subject, check)
+        for subject in subjects
+        for check in CHECKS
+        if check != "checkpoint" or subject.checkpoint is not None
+    }
+    metafunc.parametrize(
+        ("candidate", "check"), cases.values(), ids=cases.keys(), indirect=["candidate"], scope="session"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +40,11 @@ def candidate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The family, with its twin in a folder."""
     from tritonllm.conformance.candidate import make_candidate, one_thread
 
-    spec: ModelSpec = request.param
+    subject: Subject = request.param
+    spec, device = subject.spec, request.config.getoption("--tritonllm-device")
     with one_thread():
         try:
-            made = make_candidate(spec, tmp_path_factory.mktemp("twin"), request.config.getoption("--tritonllm-device"))
+            made = make_candidate(spec, tmp_path_factory.mktemp("twin"), device, subject.checkpoint)
         except (TritonLLMError, ValueError) as error:
             pytest.fail(f"{spec.name}: {error}", pytrace=False)
         yield made
@@ -46,7 +54,7 @@ def test_conformance(candidate: Candidate, check: str) -> None:
     """One check of one family, failing in plain words."""
     from tritonllm.conformance.checks import CHECKS
 
-    if check != "loads" and candidate.loading_error is not None:
+    if check not in ("loads", "checkpoint") and candidate.loading_error is not None:
         pytest.skip("the family does not load, see the check `loads`")
     try:
         CHECKS[check](candidate)
