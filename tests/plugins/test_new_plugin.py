@@ -48,7 +48,7 @@ def main():
     torch.set_num_threads(1)
     found = []
     for name, world_size in (("exaone4", 1), ("./tuned", 1), ("exaone4", 2), ("./tuned", 2)):
-        with LLMEngine(f"{name}", world_size=world_size, device="cpu", dtype="float32", max_model_length=64) as llm:
+        with LLMEngine(name, world_size=world_size, device="cpu", dtype="float32", max_model_length=64) as llm:
             greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
             found.append([llm.runner.resolved.spec.name, llm.generate([[5, 6, 7, 8, 9]], greedy)["token_ids"][0]])
     print(json.dumps(found))
@@ -64,12 +64,24 @@ class Environment(NamedTuple):
     site: Path
     work: Path
 
-    def run(self, *args: str, **environment: str) -> subprocess.CompletedProcess:
-        """Python of the environment, in its working folder."""
+    @property
+    def checkpoints(self) -> Path:
+        """A folder for checkpoints: in the working folder they would be taken for what a command names."""
+        folder = self.work / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def run(self, *args: str, where: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+        """Python of the environment, in its working folder or another."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRITONLLM"))}
         python = self.site.parents[2] / "bin" / "python"
         return subprocess.run(
-            [python, *args], cwd=self.work, env={**env, **environment}, capture_output=True, text=True, timeout=300
+            [python, *args],
+            cwd=where or self.work,
+            env={**env, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
 
 
@@ -135,17 +147,17 @@ def test_the_list_names_the_good_one_and_what_is_wrong_with_the_others(environme
 
 
 def test_it_generates_by_name_and_by_architecture_on_one_rank_and_on_two(environment: Environment) -> None:
-    saved = environment.run("-c", SAVE)
+    saved = environment.run("-c", SAVE, where=environment.checkpoints)
     assert saved.returncode == 0, saved.stderr
     expected = json.loads(saved.stdout.splitlines()[-1])
-    (environment.work / "generate.py").write_text(GENERATE)
-    done = environment.run("generate.py")
+    (environment.checkpoints / "generate.py").write_text(GENERATE)
+    done = environment.run("generate.py", where=environment.checkpoints)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [["exaone4", expected]] * 4
 
-    config = environment.work / "tuned" / "config.json"
+    config = environment.checkpoints / "tuned" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["NobodysForCausalLM"]}))
-    failed = environment.run("-m", "tritonllm", "generate", "./tuned", "Hello")
+    failed = environment.run("-m", "tritonllm", "generate", "checkpoints/tuned", "Hello")
     assert failed.returncode == 1
     (error,) = [line for line in failed.stderr.splitlines() if line.startswith("error: ")]
     assert "No model serves checkpoint 'tuned' (architectures: NobodysForCausalLM)" in error

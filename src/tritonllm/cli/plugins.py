@@ -77,6 +77,7 @@ def check(
 
     plugin = "tritonllm.conformance.plugin"
     options = ["-p", plugin, "-p", "no:cacheprovider", "--pyargs", "tritonllm.conformance", "-v", "--no-header"]
+    options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     # In one word with its option, or pytest would look for a configuration file where a checkpoint lies.
     code = pytest.main([*options, f"--tritonllm-model={name}", f"--tritonllm-device={device}"])
     raise typer.Exit(int(code != 0))

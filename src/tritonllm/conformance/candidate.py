@@ -152,6 +152,7 @@ def telling_config(config: Any) -> Any:
     kinds = list(getattr(config, "layer_types", None) or ())
     if "sliding_attention" in kinds:
         config.layer_types = [*kinds[:-1], "full_attention"] if len(set(kinds)) == 1 else kinds
-    if "sliding_attention" in kinds or (getattr(config, "sliding_window", None) or 0) > WINDOW:
-        config.sliding_window = WINDOW
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds or window:
+        config.sliding_window = min(window or WINDOW, WINDOW)
     return config
