@@ -39,18 +39,18 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
     def install(**specs: str) -> None:
         for name, fields in specs.items():
-            (tmp_path / f"{name}_plugin.py").write_text(
+            (tmp_path / f"installed_{name}.py").write_text(
                 "from tritonllm import ModelSpec, hookimpl\n@hookimpl\ndef tritonllm_register_models(register):\n"
                 f"    register(ModelSpec(name={name!r}, model='m:M', {fields}))\n"
             )
-        points = [importlib.metadata.EntryPoint(name, f"{name}_plugin", "tritonllm") for name in specs]
+        points = [importlib.metadata.EntryPoint(name, f"installed_{name}", "tritonllm") for name in specs]
         found = ModelRegistry(points)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr("tritonllm.registry.default_registry", lambda: found)
         monkeypatch.setattr("tritonllm.conformance.subjects.default_registry", lambda: found)
 
     yield install
-    for name in [name for name in sys.modules if name.endswith("_plugin") and "." not in name]:
+    for name in [name for name in sys.modules if name.startswith("installed_")]:
         del sys.modules[name]
 
 
@@ -59,7 +59,7 @@ class TestList:
         installed(good="checkpoints=('Good-1M', 'Good-2M'), architectures=('GoodForCausalLM',)")
         code, out, err = run("plugins")
         assert (code, err) == (0, "")
-        assert out.startswith("good = good_plugin  from an unknown distribution")
+        assert out.startswith("good = installed_good  from an unknown distribution")
         assert "checkpoints: Good-1M, Good-2M" in out
         assert "architectures: GoodForCausalLM" in out
         (good,) = json.loads(run("plugins", "--json")[1])
