@@ -77,7 +77,7 @@ class TestChain:
         assert Chain(resolved, [5] * 16).paths() == [DecodePath.SKINNY, DecodePath.SEPARATE]
         assert Chain(resolved, [5] * 17).paths() == [DecodePath.SEPARATE]
         monkeypatch.setattr(decode_layer, "serves_shape", lambda *_: True)
-        assert Chain(resolved, [5] * 17).paths() == [DecodePath.HOPPER, DecodePath.SEPARATE]
+        assert Chain(resolved, [5] * 17).paths() == [DecodePath.HOPPER, DecodePath.MIXED, DecodePath.SEPARATE]
         monkeypatch.setattr(decode_layer, "serves_shape", lambda size, *_: size != 40)
         assert Chain(resolved, [5] * 17).paths() == [DecodePath.SEPARATE]
 
@@ -90,7 +90,7 @@ class TestChain:
             torch.testing.assert_close(chain.run(path), expected, atol=1e-5, rtol=1e-5)
             chain.check(path)
 
-    @pytest.mark.parametrize("path", [DecodePath.SKINNY, DecodePath.HOPPER])
+    @pytest.mark.parametrize("path", [DecodePath.SKINNY, DecodePath.HOPPER, DecodePath.MIXED])
     @pytest.mark.parametrize("fault", ["attention", "MLP", "NaN"])
     def test_the_check_sees_a_wrong_path(self, resolved: ResolvedModel, path: DecodePath, fault: str) -> None:
         chain = Chain(resolved, [3, 300])
@@ -122,11 +122,11 @@ class TestRun:
         found = decode_layer.run([resolved], [1, 16, 17], 9)
         assert found == {24: (PathLimit(16, "skinny"),)}
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert lines[0] == ["us", "a", "layer", "batch", "layers", "floor", "skinny", "hopper", "separate"]
+        assert lines[0] == ["us", "a", "layer", "batch", "layers", "floor", "skinny", "hopper", "mixed", "separate"]
         assert [line[:3] + line[4:] for line in lines[1:4]] == [
-            ["Qwen3-0.6B", "1", "8", "1.00", "-", "2.00"],
-            ["Qwen3-0.6B", "16", "8", "1.00", "-", "2.00"],
-            ["Qwen3-0.6B", "17", "8", "-", "-", "2.00"],
+            ["Qwen3-0.6B", "1", "8", "1.00", "-", "-", "2.00"],
+            ["Qwen3-0.6B", "16", "8", "1.00", "-", "-", "2.00"],
+            ["Qwen3-0.6B", "17", "8", "-", "-", "-", "2.00"],
         ]
         assert " ".join(lines[4]) == "Qwen3-0.6B, hidden size 24: skinny up to 16 rows, separate above"
 

@@ -151,6 +151,12 @@ class TestChoice:
         assert served == [(size, torch.bfloat16, meta) for size in (24, 48, 40)]
         assert decode_path(6, (24, 48, 40), torch.float32, meta) is DecodePath.SEPARATE
 
+    def test_mixed_needs_the_kernels_of_hopper_too(self, use) -> None:
+        use(only("mixed"))
+        assert decode_path(6, (24, 48, 40), torch.bfloat16, CPU) is DecodePath.MIXED
+        use(only("mixed"), lambda in_features: in_features != 48)
+        assert decode_path(6, (24, 48, 40), torch.bfloat16, CPU) is DecodePath.SEPARATE
+
     def test_asking_again_looks_nothing_up(self, monkeypatch, use) -> None:
         use(TABLE)
         asked = []
@@ -195,10 +201,11 @@ class TestModel:
         norm, attention = "add_rms_norm", "fused_decode_attention"
         assert of(only("skinny")) == [skinny, attention, skinny, skinny, skinny]
         assert of(only("hopper")) == [norm, hopper, attention, parts, norm, hopper, parts]
+        assert of(only("mixed")) == [norm, linear, attention, parts, norm, linear, "silu_and_mul", parts]
         separate = [norm, linear, "rope_store_kv", "decode_attention", linear, norm, linear, "silu_and_mul", linear]
         assert of(only("separate")) == separate
 
-    @pytest.mark.parametrize("path", ["skinny", "hopper"])
+    @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
     @pytest.mark.parametrize("model_class", [DecoderLM, Qwen3ForCausalLM])
     @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biases"])
     def test_all_paths_compute_the_same(self, use, config: ModelConfig, model_class, path: str) -> None:
@@ -211,7 +218,7 @@ class TestModel:
         torch.testing.assert_close(hidden, expected, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(cache, expected_cache, atol=2e-6, rtol=2e-6)
 
-    @pytest.mark.parametrize("path", ["skinny", "hopper"])
+    @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
     def test_in_bfloat16_they_differ_by_roundings(self, use, path: str) -> None:
         model = make_model(dtype=torch.bfloat16)
         use(only("separate"))
@@ -267,7 +274,7 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("part", REPLACED)
-@pytest.mark.parametrize("path", ["skinny", "hopper"])
+@pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
 def test_a_model_with_a_part_of_its_own_never_leaves_separate(use, launched, part: str, path: str) -> None:
     use(only(path))
     model = make_model()

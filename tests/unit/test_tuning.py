@@ -186,8 +186,12 @@ class TestFile:
             (("decode_paths", 0, "paths"), {}, r"decode_paths\[0\].paths is \{\} and must be a list"),
             (("decode_paths", 0, "paths", 1), "hopper", r"paths\[1\] is hopper and must be a JSON object"),
             (("decode_paths", 0, "paths", 1), {"rows": 9}, r"paths\[1\] is .* and must be an object with path"),
-            (("decode_paths", 0, "paths", 2, "path"), "fast", "is fast and must be one of skinny, hopper, separate"),
-            (("decode_paths", 0, "paths", 2, "path"), ["skinny"], "must be one of skinny, hopper, separate"),
+            (
+                ("decode_paths", 0, "paths", 2, "path"),
+                "fast",
+                "is fast and must be one of skinny, hopper, mixed, separate",
+            ),
+            (("decode_paths", 0, "paths", 2, "path"), ["skinny"], "must be one of skinny, hopper, mixed, separate"),
             (("decode_paths", 0, "paths", 0, "rows"), 0, r"paths\[0\].rows is 0 and must be an integer >= 1 and <= 16"),
             (("decode_paths", 0, "paths", 0, "rows"), 17, r"rows is 17 and must be an integer >= 1 and <= 16"),
             (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -23,8 +23,10 @@ import triton
 import triton.language as tl
 
 from tritonllm.bench.graph_timing import PEAK, ROTATED_BYTES, graph_microseconds
+from tritonllm.bench.kernels.case import Heads, Place
+from tritonllm.bench.kernels.decode_batch import DecodeBatch
 from tritonllm.errors import KernelError
-from tritonllm.kernels.decode_attention import DecodeWorkspace, plan_decode_attention
+from tritonllm.kernels.decode_attention import plan_decode_attention
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
 from tritonllm.kernels.fused_decode_attention import plan_fused_decode_attention
 from tritonllm.kernels.fused_decode_table import FusedTile, fused_tile
@@ -33,10 +35,9 @@ from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope_store import plan_rope_store_kv
 
-MAX_CALLS = 512
 BLOCK_SIZE = 256
 HIDDEN = 1024
-DTYPE = torch.bfloat16
+PLACE = Place(torch.device("cuda"), torch.bfloat16)
 
 
 @triton.jit
@@ -57,71 +58,29 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(qkv_ptr + offsets, (source + nothing[None, :]).to(qkv_ptr.dtype.element_ty), mask=row < batch)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Head shape of a model, written 16/8x128."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def parse(cls, text: str) -> Heads:
-        heads, _, head_dim = text.partition("x")
-        num_heads, _, num_kv_heads = heads.partition("/")
-        return cls(int(num_heads), int(num_kv_heads), int(head_dim))
-
-    def __str__(self) -> str:
-        return f"{self.num_heads}/{self.num_kv_heads}x{self.head_dim}"
-
-    @property
-    def width(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    def kv_bytes(self, tokens: int) -> int:
-        return tokens * self.num_kv_heads * self.head_dim * 2 * DTYPE.itemsize
-
-
-class Bench:
-    """Inputs of one (heads, batch, context): as many caches as it takes to rotate over `ROTATED_BYTES`."""
+class Bench(DecodeBatch):
+    """A decode batch with linears ahead of it, whose weights rotate as the caches do."""
 
     def __init__(self, heads: Heads, contexts: list[int], calls: int | None = None) -> None:
-        self.heads, self.contexts = heads, contexts
-        batch, device = len(contexts), torch.device("cuda")
-        blocks = batch * -(-max(contexts) // BLOCK_SIZE)
-        self.bytes = heads.kv_bytes(sum(contexts))
-        self.calls = calls or min(max(-(-ROTATED_BYTES // self.bytes), 1), MAX_CALLS)
-        shape = (self.calls * blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
-        self.k_cache = torch.empty(shape, dtype=DTYPE, device=device).normal_()
-        self.v_cache = torch.empty(shape, dtype=DTYPE, device=device).normal_()
-        order = torch.randperm(shape[0], device=device).to(torch.int32)
-        self.tables = order.view(self.calls, batch, blocks // batch)
-        self.lens = torch.tensor(contexts, dtype=torch.int32, device=device)
-        self.positions = self.lens - 1
-        last = (self.positions // BLOCK_SIZE).long()[None, :, None].expand(self.calls, -1, -1)
-        self.slots = self.tables.gather(2, last)[:, :, 0] * BLOCK_SIZE + self.positions % BLOCK_SIZE
-        self.source = torch.randn(batch, heads.width, dtype=DTYPE, device=device)
-        self.qkv = self.source.clone()
-        angles = torch.rand(max(contexts), heads.head_dim // 2, device=device) * 6.3
-        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-        normed = heads.head_dim == 128  # as in Qwen3
-        self.norm = torch.ones(heads.head_dim, dtype=DTYPE, device=device) if normed else None
-        self.q = torch.empty(batch, heads.num_heads, heads.head_dim, dtype=DTYPE, device=device)
+        # The workspace has room for more splits than the policy makes, which variants may ask for.
+        super().__init__(
+            heads,
+            contexts,
+            PLACE,
+            BLOCK_SIZE,
+            normed=heads.head_dim == 128,
+            calls=calls,
+            max_batch=max(len(contexts), 16),
+        )
+        self.source = self.qkv.clone()
         self.out = torch.empty_like(self.q)
-        self.scale = heads.head_dim**-0.5
-        # Allocated for more rows than the batch, so that variants may use more splits than the policy.
-        self.workspace = DecodeWorkspace.allocate(
-            max(batch, 16), heads.num_heads, heads.num_kv_heads, heads.head_dim, device
-        )
-        self.weights = torch.randn(
-            -(-ROTATED_BYTES // (heads.width * HIDDEN * 2)), heads.width, HIDDEN, dtype=DTYPE, device=device
-        )
+        self.weights = PLACE.normal(-(-ROTATED_BYTES // (heads.width * HIDDEN * 2)), heads.width, HIDDEN)
         self.pdl = supports_pdl(self.q.device)
 
     def tile(self) -> FusedTile:
         heads = self.heads
         return fused_tile(
-            len(self.contexts), heads.num_heads, heads.num_kv_heads, heads.head_dim, DTYPE.itemsize,
+            len(self.contexts), heads.num_heads, heads.num_kv_heads, heads.head_dim, PLACE.dtype.itemsize,
             self.workspace.num_sms, shared_memory_limit(self.q.device),
         )  # fmt: skip
 
@@ -165,7 +124,7 @@ def check(heads: Heads) -> None:
     """Fused and separate paths against float64 maths on the cache that the separate path wrote."""
     bench = Bench(heads, [1, 2, 255, 256, 257, 700, 1500], calls=1)
     bench.separate(0)
-    separate, keys = bench.out.clone(), bench.k_cache.clone()
+    separate, keys = bench.out.clone(), bench.k_cache.nan_to_num(1e4)  # NaN lies behind the last keys
     exact = reference.decode_attention(
         bench.q.double(), bench.k_cache, bench.v_cache, bench.tables[0], bench.lens, bench.scale
     ).double()
@@ -177,13 +136,12 @@ def check(heads: Heads) -> None:
         ("two warps", replace(bench.tile(), keys=32, warps=2, head_start=True), True),
     ):
         if tile is not None:
-            for poisoned in (bench.k_cache, bench.v_cache):  # where the new tokens go
-                poisoned.flatten(0, 1)[bench.slots[0].long()] = float("nan")
+            bench.poison_new_keys(0)
             bench.out.fill_(float("nan"))
             bench.fused(0, tile, early)
         out = separate if tile is None else bench.out
         error = ((out.double() - exact).norm() / exact.norm()).item()
-        moved = (bench.k_cache.double() - keys.double()).abs().max().item()
+        moved = (bench.k_cache.nan_to_num(1e4).double() - keys.double()).abs().max().item()
         if not (error < 5e-3 and moved < 0.1) or bench.workspace.counters.any():
             raise KernelError(
                 f"{name} {heads}: error {error:.1e}, cache off by {moved:.1e}; do not use these kernels here"
@@ -253,7 +211,7 @@ def main() -> None:
         for batch in args.batches:
             for context in args.contexts:
                 torch.cuda.empty_cache()
-                if heads.kv_bytes(batch * context) + 2 * ROTATED_BYTES > 0.8 * torch.cuda.mem_get_info()[0]:
+                if 2 * heads.kv_bytes(batch * context) + 2 * ROTATED_BYTES > 0.8 * torch.cuda.mem_get_info()[0]:
                     print(f"{heads!s:10} {batch:5} {context:7}   not enough memory")
                     continue
                 bench = Bench(heads, [context] * batch)

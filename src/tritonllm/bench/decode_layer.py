@@ -96,9 +96,11 @@ class Chain:
 
     def paths(self) -> list[DecodePath]:
         """Those that can run here, SEPARATE among them."""
+        on_hopper = all(serves_shape(size, self.dtype, self.device) for size in self.decoder.in_features)
         can_run = {
             DecodePath.SKINNY: len(self.input_ids) <= MAX_ROWS,
-            DecodePath.HOPPER: all(serves_shape(size, self.dtype, self.device) for size in self.decoder.in_features),
+            DecodePath.HOPPER: on_hopper,
+            DecodePath.MIXED: on_hopper,
             DecodePath.SEPARATE: True,
         }
         return [path for path in DecodePath if can_run[path]]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 
 import torch
 import torch.nn.functional as F
 
-from tritonllm.bench.graph_timing import ROTATED_BYTES, graph_microseconds
+from tritonllm.bench.graph_timing import chain_microseconds
+from tritonllm.bench.kernels.case import EPS, Place
 from tritonllm.config import ModelConfig
 from tritonllm.kernels.activation import silu_and_mul
 from tritonllm.kernels.norm import add_rms_norm
@@ -24,7 +26,7 @@ LARGEST_ERROR = 1e-2
 """Relative, in the 2-norm: four roundings to bfloat16 cost about 4e-3."""
 
 _FEWEST_CALLS = 8
-_EPS = 1e-6
+_GPU = Place(torch.device("cuda"), torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,11 @@ class Shape:
 def layers_of(model: str) -> list[Shape]:
     """The linear layers of a model whose shape comes with the package."""
     file = resources.files("tritonllm.bench") / "configs" / f"{model}.json"
-    config = ModelConfig.from_hf_dict(json.loads(file.read_text(encoding="utf-8")))
+    return layers_of_config(model, ModelConfig.from_hf_dict(json.loads(file.read_text(encoding="utf-8"))))
+
+
+def layers_of_config(model: str, config: ModelConfig) -> list[Shape]:
+    """The linear layers of a model of that name."""
     hidden, attention = config.hidden_size, config.num_heads * config.head_dim
     return [
         Shape(model, "qkv", hidden, attention + 2 * config.num_kv_heads * config.head_dim, normed=True),
@@ -60,27 +66,25 @@ def layers_of(model: str) -> list[Shape]:
 
 
 class Layer:
-    """A shape with random bfloat16 inputs and enough copies of its weight.
+    """A shape with random inputs and enough copies of its weight.
 
     Args:
         shape: which layer.
-        tokens: 1 to 16.
+        tokens: rows of its input.
+        place: device and dtype; default: bfloat16 on the GPU.
     """
 
-    def __init__(self, shape: Shape, tokens: int) -> None:
-        def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-            return torch.randn(size, device="cuda", dtype=torch.bfloat16) * scale
-
-        copies = max(_FEWEST_CALLS, -(-ROTATED_BYTES // (2 * shape.columns * shape.rows)))
+    def __init__(self, shape: Shape, tokens: int, place: Place = _GPU) -> None:
+        copies = place.copies(place.dtype.itemsize * shape.columns * shape.rows, _FEWEST_CALLS)
         self.shape = shape
-        self.weights = [normal(shape.rows, shape.columns, scale=shape.columns**-0.5) for _ in range(copies)]
-        self.x = normal(tokens, shape.columns)
-        self.norm = normal(shape.columns) if shape.normed else None
-        self.stream = normal(tokens, shape.columns)
+        self.weights = [place.normal(shape.rows, shape.columns, scale=shape.columns**-0.5) for _ in range(copies)]
+        self.x = place.normal(tokens, shape.columns)
+        self.norm = place.normal(shape.columns) if shape.normed else None
+        self.stream = place.normal(tokens, shape.columns)
         outputs = shape.rows // (2 if shape.gated else 1)
-        self.residual = normal(tokens, outputs) if shape.residual else None
-        self.out = torch.full((tokens, outputs), float("nan"), device="cuda", dtype=torch.bfloat16)
-        torch.cuda.synchronize()
+        self.residual = place.normal(tokens, outputs) if shape.residual else None
+        self.out = torch.full((tokens, outputs), float("nan"), device=place.device, dtype=place.dtype)
+        place.synchronize()
 
     @property
     def key(self) -> LinearKey:
@@ -91,41 +95,40 @@ class Layer:
     def call(self, weight: torch.Tensor, form: Form | None = None, pdl: bool | None = None) -> None:
         """Everything in one launch: by this form, or by what runs at this shape on this GPU."""
         plan_skinny_linear(
-            self.x, weight, self.out, norm_weight=self.norm, eps=_EPS, residual=self.residual, gated=self.shape.gated,
+            self.x, weight, self.out, norm_weight=self.norm, eps=EPS, residual=self.residual, gated=self.shape.gated,
             form=form, pdl=pdl,
         ).run()  # fmt: skip
 
     def separately(self, weight: torch.Tensor) -> None:
         """The same work around cuBLAS, as larger batches do it: there each add is part of the norm that follows it."""
-        x = self.x if self.norm is None else add_rms_norm(self.x, self.stream, self.norm, _EPS)
+        x = self.x if self.norm is None else add_rms_norm(self.x, self.stream, self.norm, EPS)
         out = F.linear(x, weight)
         if self.shape.gated:
             silu_and_mul(out)
+
+    def exact(self) -> torch.Tensor:
+        """What a call on the first weight gives, in float64."""
+        return linear.skinny_linear(
+            self.x.double(),
+            self.weights[0].double(),
+            norm_weight=None if self.norm is None else self.norm.double(),
+            eps=EPS,
+            residual=None if self.residual is None else self.residual.double(),
+            gated=self.shape.gated,
+        )
 
     def error(self, form: Form | None = None) -> float:
         """Relative error of one call in the 2-norm; NaN counts as infinite."""
         self.out.fill_(float("nan"))
         torch.cuda.synchronize()
         self.call(self.weights[0], form)
-        exact = linear.skinny_linear(
-            self.x.double(),
-            self.weights[0].double(),
-            norm_weight=None if self.norm is None else self.norm.double(),
-            eps=_EPS,
-            residual=None if self.residual is None else self.residual.double(),
-            gated=self.shape.gated,
-        )
+        exact = self.exact()
         error = ((self.out.double() - exact).norm() / exact.norm()).item()
         return error if error == error else float("inf")
 
     def microseconds(self, call: Callable[[torch.Tensor], object]) -> float:
         """Time of one call, launched in a graph of one call a weight."""
-
-        def run() -> None:
-            for weight in self.weights:
-                call(weight)
-
-        return graph_microseconds(run) / len(self.weights)
+        return chain_microseconds([partial(call, weight) for weight in self.weights])
 
 
 def candidates(shape: Shape, tokens: int, shared_memory: int) -> list[Form]:

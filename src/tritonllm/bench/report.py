@@ -89,19 +89,23 @@ def run(
 
 def conditions(llm: LLMEngine) -> dict[str, Any]:
     """What a number depends on: versions, commit, GPU and driver, and the engine's configuration in effect."""
+    config = llm.config.to_dict()
+    return {**machine(llm.config.device), **{key: config[key] for key in _KEYS}}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Versions, commit, GPU and driver."""
     import torch
     import triton
 
-    config = llm.config.to_dict()
     return {
         "tritonllm": tritonllm.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "gpu": device_name(llm.config.device),
+        "gpu": device_name(device),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        **{key: config[key] for key in _KEYS},
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from tritonllm.config import EngineConfig
@@ -17,8 +19,11 @@ from tritonllm.errors import EngineError, TritonLLMError
 PARTS = ("import_torch_seconds", "engine_seconds", "first_token_seconds", "process_seconds")
 
 
-def measure(config: EngineConfig, runs: int) -> dict[str, Any]:
+def measure(config: EngineConfig, runs: int, triton_cache: Path | None = None) -> dict[str, Any]:
     """Start two processes a run, one with an empty folder for Triton's cache and one with what that left there.
+
+    With `triton_cache`, such as `tritonllm kernels precompile` fills, both begin with a copy of that folder instead of
+    an empty one, and the first of them is called "given".
 
     The parts of a start are `import torch`; importing tritonllm and making the engine, with its CUDA context, weights,
     kernels and graphs; the first token of a prompt of three; and the process as a whole, Python's own start included.
@@ -27,12 +32,15 @@ def measure(config: EngineConfig, runs: int) -> dict[str, Any]:
     Raises:
         EngineError: a process failed; ends with the last line it wrote.
     """
-    measured: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+    first = "cold" if triton_cache is None else "given"
+    measured: dict[str, list[dict[str, Any]]] = {first: [], "warm": []}
     for _ in range(runs):
         with tempfile.TemporaryDirectory(prefix="tritonllm-bench-") as cache:
+            if triton_cache is not None:
+                shutil.copytree(triton_cache, cache, dirs_exist_ok=True)
             for started in measured.values():
                 started.append(_start(config, cache))
-    conditions = measured["cold"][0]["conditions"]
+    conditions = measured[first][0]["conditions"]
     return {
         "conditions": conditions,
         "starts": [

@@ -55,6 +55,13 @@ def model_shape(name: str) -> ModelConfig:
     return _model_of(name, shape)
 
 
+def norms_heads(name: str, model: ModelConfig) -> bool:
+    """Whether the model class that serves a name has a norm on query and key heads, as Qwen3's does."""
+    spec = default_registry().resolve(name, model.architectures)
+    layer = getattr(load_object(spec.model), "layer_class", None)
+    return bool(getattr(layer, "qk_norm", False))
+
+
 def is_checkpoint(name: str) -> bool:
     """Whether a name is that of a checkpoint at hand, with weights: a folder, a `.gguf` file or a packaged model."""
     from tritonllm.weights.resolve import PACKAGED

@@ -1,6 +1,6 @@
 """The command line: `generate` and `chat` run a model, `bench` measures it, `roofline` says what a GPU allows,
-`kernels` compiles for it, `models` and `plugins` list what is known, `plugins new` and `plugins check` begin and test a
-plugin, and `doctor` looks for what is wrong with the machine.
+`kernels` compiles for it and measures it, `models` and `plugins` list what is known, `plugins new` and `plugins check`
+begin and test a plugin, and `doctor` looks for what is wrong with the machine.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
@@ -21,6 +21,7 @@ from tritonllm import __version__
 from tritonllm.cli.bench import bench_app
 from tritonllm.cli.doctor import doctor
 from tritonllm.cli.kernels import kernels_app
+from tritonllm.cli.kernels_bench import kernels_bench
 from tritonllm.cli.listing import models
 from tritonllm.cli.model import chat, generate
 from tritonllm.cli.plugins import plugins_app
@@ -38,6 +39,7 @@ app = typer.Typer(
 for command in (generate, chat, models, roofline, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
+kernels_app.command("bench")(kernels_bench)
 app.add_typer(kernels_app, name="kernels")
 app.add_typer(plugins_app, name="plugins")
 

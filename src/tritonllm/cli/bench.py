@@ -196,6 +196,15 @@ def startup(
     max_num_batched_tokens: Budget = _BUDGET,
     block_size: BlockSize = 256,
     enforce_eager: EnforceEager = False,
+    triton_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--triton-cache",
+            exists=True,
+            file_okay=False,
+            help="Begin with a copy of this Triton cache, as `kernels precompile` fills one, not with an empty one.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -214,7 +223,7 @@ def startup(
     )
     from tritonllm.bench.startup import measure
 
-    _tell({"benchmark": "startup", "model": model, **measure(config, runs)}, as_json, output)
+    _tell({"benchmark": "startup", "model": model, **measure(config, runs, triton_cache)}, as_json, output)
 
 
 def _tell(report: dict[str, Any], as_json: bool, output: Path | None) -> None:

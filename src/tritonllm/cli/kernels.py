@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from tritonllm.kernels.targets import Target
 
 kernels_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Compile a model's kernels for GPUs that need not be there."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Compile a model's kernels for GPUs that need not be there, or measure them.",
 )
 
 MaxNumSequences = Annotated[

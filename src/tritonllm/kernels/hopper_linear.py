@@ -31,6 +31,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _COLUMNS = 64  # of a step: 128 bytes, the widest swizzle
 _PROGRAMS = 132  # SMs of an H100 or H200
+_SHARED_MEMORY = 220 << 10  # bytes of an SM for tiles; barriers and the system take the rest of 228 KiB
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class HopperTile:
     """How the work is cut up. All choices but `splits` give the same bits.
 
     Attributes:
-        tokens: rows of x a program takes, 64 or 128.
+        tokens: rows of x a program takes, 64, 128 or 256.
         rows: outputs a program computes, a power of two from 8 to 128; a gated one reads twice as many rows of W.
         stages: steps of 64 columns in flight.
         splits: programs that share a sum.
@@ -54,17 +55,23 @@ class HopperTile:
 def choose_tile(tokens: int, rows: int, gated: bool, parts: bool) -> HopperTile:
     """The choice for `rows` outputs of `tokens` rows.
 
-    Found on one H200 among some fifty tiles at the layers of Qwen3-0.6B and Llama-3.2-1B: no smaller tiles than it
-    takes to have a program for most SMs, since programs that share a tile of x or W read it again. What comes of it,
-    layer by layer, is measured by `python -m tritonllm.bench.decode_layer`.
+    Found on one H200 at the layers of Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B. Three things count. Programs that share a
+    tile of x or W read it again, so tiles are no smaller than it takes to have a program for most SMs. All programs
+    run at once: where there are more than SMs, two of them share one, and so its shared memory. A program alone on its
+    SM loads as far ahead as fits. What comes of it, layer by layer, is measured by `python -m
+    tritonllm.bench.decode_layer`.
     """
-    if parts:
-        token_tile = 64 if tokens <= 64 else 128
-        tiles = cdiv(rows, 64) * cdiv(tokens, token_tile)
-        splits = min(8, 1 << max(_PROGRAMS // tiles, 1).bit_length() - 1)
-        return HopperTile(token_tile, 64, stages=6, splits=splits)
-    token_tile = 64 if tokens <= 128 else 128
-    return HopperTile(token_tile, 32 if gated and tokens <= 128 else 64, stages=8 if token_tile == 64 else 6)
+    token_tile = 64 if tokens <= 64 else 128
+    token_tiles = cdiv(tokens, token_tile)
+    halves = 2 if gated else 1
+    row_tile = 32 if gated and cdiv(rows, 32) * token_tiles <= 2 * _PROGRAMS and tokens <= 128 else 64
+    if parts and cdiv(rows, row_tile) * token_tiles > _PROGRAMS // 2:
+        row_tile = 128  # or no sum could be divided
+    tiles = cdiv(rows, row_tile) * token_tiles
+    splits = min(8, 1 << max(_PROGRAMS // tiles, 1).bit_length() - 1) if parts else 1
+    shared_memory = _SHARED_MEMORY if tiles * splits <= _PROGRAMS else _SHARED_MEMORY // 2
+    stage = (token_tile + halves * row_tile) * _COLUMNS * 2
+    return HopperTile(token_tile, row_tile, min(shared_memory // stage, 12), splits)
 
 
 def serves_shape(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -116,10 +123,11 @@ def plan_hopper_linear(
     )
     tile = tile or choose_tile(tokens, rows, gated, parts)
     check(tile.splits == (out.shape[0] if parts else 1), op, lambda: f"{tile} does not fit out {shape_of(out)}")
-    warps = tile.tokens // 16
+    steps = cdiv(columns, tile.splits * _COLUMNS)
+    warps = min(tile.tokens // 16, 8)  # two warp groups, beyond 128 tokens with two rows of products each
     return Launch(
         kernel=_hopper_linear_kernel,
-        grid=(cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), tile.splits),
+        grid=(cdiv(tokens, tile.tokens), cdiv(rows, tile.rows), tile.splits),
         args={
             "x_desc": TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [tile.tokens, _COLUMNS], _LAYOUT),
             "weight_desc": TensorDescriptor(weight, list(weight.shape), [columns, 1], [tile.rows, _COLUMNS], _LAYOUT),
@@ -135,7 +143,7 @@ def plan_hopper_linear(
             "BLOCK_M": tile.tokens,
             "BLOCK_N": tile.rows,
             "BLOCK_K": _COLUMNS,
-            "STAGES": tile.stages,
+            "STAGES": min(tile.stages, steps),
             "SPLITS": tile.splits,
             "GATED": gated,
             "WARPS": warps,

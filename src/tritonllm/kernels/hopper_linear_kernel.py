@@ -74,8 +74,9 @@ def _hopper_linear_kernel(
     FIRST: gl.constexpr = min(STEPS, STAGES)
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     DTYPE: gl.constexpr = weight_desc.dtype
-    first_row = gl.program_id(0) * BLOCK_N
-    first_token = gl.program_id(1) * BLOCK_M
+    # Programs that share a tile of the weight are neighbours, so that it comes from memory once.
+    first_token = gl.program_id(0) * BLOCK_M
+    first_row = gl.program_id(1) * BLOCK_N
     split = gl.program_id(2)
     first_column = split * (STEPS * BLOCK_K)
 

@@ -146,7 +146,7 @@ class PrefillTiling:
 
     The Hopper form has tiles of 128 rows and one program an SM. It pays where there is enough to do for all of them,
     and with heads of 64, where its exponentials weigh as much as its products, in long prompts only: measured on one
-    H200 with `python -m tritonllm.bench.prefill_attention`.
+    H200; `tritonllm kernels bench --op prefill_attention` has both forms.
 
     Attributes:
         num_heads: query heads of this rank.

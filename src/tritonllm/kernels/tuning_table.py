@@ -11,7 +11,7 @@ from tritonllm.kernels.skinny_form import Form
 TOKEN_BUCKETS = (1, 2, 4, 8, 16)
 """Most tokens of each bucket: an entry serves what is above the bucket before it."""
 
-PATHS = ("skinny", "hopper", "separate")
+PATHS = ("skinny", "hopper", "mixed", "separate")
 """Names of the ways a decoder layer runs a decode batch; `models.decode_path` says what they are."""
 
 

@@ -18,12 +18,19 @@ class DecodePath(Enum):
 
     SKINNY: five, with norms, SiLU and adds inside linear layers that read the weight for few rows.
     HOPPER: seven, with linear layers that load the weight before their input is there; two leave their sums in parts.
+    MIXED: eight, the linear layers behind a norm from PyTorch, those before one as in HOPPER.
     SEPARATE: nine, the linear layers from PyTorch.
     """
 
     SKINNY = "skinny"
     HOPPER = "hopper"
+    MIXED = "mixed"
     SEPARATE = "separate"
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether a layer's output comes in parts that the next norm adds; such layers run on Hopper alone."""
+        return self in (DecodePath.HOPPER, DecodePath.MIXED)
 
 
 def decode_path(
@@ -31,7 +38,7 @@ def decode_path(
 ) -> DecodePath:
     """The fastest path of a kit's layer for `num_rows` rows, by the tuning table of the device.
 
-    Where the table says HOPPER and there are no such kernels for the shape or dtype, that is SEPARATE.
+    Where the table says HOPPER or MIXED and there are no such kernels for the shape or dtype, that is SEPARATE.
 
     Args:
         num_rows: of the step, padding rows included.
@@ -47,6 +54,6 @@ def _decode_path(
 ) -> DecodePath:
     """The same; what the device counts as, which a recording changes, is part of the key."""
     path = DecodePath(tuning_of(device).path(num_rows, in_features[0]))
-    if path is DecodePath.HOPPER and not all(serves_shape(size, dtype, device) for size in in_features):
+    if path.leaves_parts and not all(serves_shape(size, dtype, device) for size in in_features):
         return DecodePath.SEPARATE
     return path

@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
 
         Where attn wants N of the T tokens only, both come back as `[N, hidden_size]`; N may be 0.
         Without a residual hidden is the whole stream, as it is from the embedding on if `attn.path` is SKINNY. If that
-        is HOPPER, hidden comes back in parts, float32 `[S, T, hidden_size]`, as `RMSNorm` takes it.
+        is HOPPER or MIXED, hidden comes back in parts, float32 `[S, T, hidden_size]`, as `RMSNorm` takes it.
         """
         decode = attn if isinstance(attn, DecodeMetadata) else None
         if decode is not None and decode.path is DecodePath.SKINNY and residual is None:
@@ -64,10 +64,10 @@ class DecoderLayer(nn.Module):
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
             hidden = self.input_layernorm(hidden, residual)
-        if decode is not None and decode.path is DecodePath.HOPPER:
+        if decode is not None and decode.path.leaves_parts:
             hidden = self.self_attn.parts_step(hidden, positions, cache, decode)
             hidden = self.post_attention_layernorm(hidden, residual)
-            return self.mlp.parts_step(hidden), residual
+            return self.mlp.parts_step(hidden, decode.path), residual
         hidden = self.self_attn(hidden, positions, cache, attn)
         residual = attn.wanted(residual)
         hidden = self.post_attention_layernorm(hidden, residual)

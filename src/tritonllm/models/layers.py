@@ -21,6 +21,7 @@ from tritonllm.kernels.rope_store import rope_store_kv
 from tritonllm.kernels.sampling import merge_picks, pick_from_shard, pick_tokens
 from tritonllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
 from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tritonllm.models.decode_path import DecodePath
 from tritonllm.models.linear import (
     ColumnLinear,
     GateUpLinear,
@@ -140,10 +141,14 @@ class Attention(nn.Module):
     def parts_step(
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
     ) -> torch.Tensor:
-        """`self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank."""
+        """`self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank.
+
+        The first of them is PyTorch's if `attn.path` is MIXED.
+        """
         qkv, o = self.qkv_proj, self.o_proj
-        attended = self._attend_fused(hopper_linear(hidden, qkv.weight, bias=qkv.bias), positions, cache, attn)
-        return hopper_linear_parts(attended, o.weight, bias=o.bias)
+        in_hopper = attn.path is DecodePath.HOPPER
+        heads = hopper_linear(hidden, qkv.weight, bias=qkv.bias) if in_hopper else qkv(hidden)
+        return hopper_linear_parts(self._attend_fused(heads, positions, cache, attn), o.weight, bias=o.bias)
 
     def _attend_fused(
         self, qkv: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
@@ -190,10 +195,16 @@ class GatedMLP(nn.Module):
         )
         return skinny_linear(activated, down.weight, bias=down.bias, residual=stream)
 
-    def parts_step(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`self(hidden)` in two kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank."""
+    def parts_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
+        """`self(hidden)` as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank.
+
+        Two kernels on the path HOPPER; three on MIXED, with gate and up from PyTorch.
+        """
         gate_up, down = self.gate_up_proj, self.down_proj
-        activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
+        if path is DecodePath.HOPPER:
+            activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
+        else:
+            activated = silu_and_mul(gate_up(hidden))
         return hopper_linear_parts(activated, down.weight, bias=down.bias)
 
 
