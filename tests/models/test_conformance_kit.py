@@ -267,7 +267,7 @@ def test_a_twin_has_an_epsilon_and_rotary_bases_of_its_own() -> None:
         (tiny_hf_config("mistral"), None, None),
         (tiny_hf_config("mistral", sliding_window=64), WINDOW, None),
         (tiny_hf_config("mistral", sliding_window=8), 8, None),
-        (tiny_hf_config("gemma2"), WINDOW, ["sliding_attention", "full_attention"]),
+        (tiny_hf_config("gemma2", sliding_window=None), WINDOW, ["sliding_attention", "full_attention"]),
         (tiny_hf_config("gemma3_text", sliding_window=512), WINDOW, ["sliding_attention", "full_attention"]),
     ],
 )
