@@ -11,6 +11,7 @@ from typing import Any
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.detokenizer import Detokenizer, decode
+from tritonllm.engine.launch_place import launch_place
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
 from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
@@ -43,7 +44,8 @@ class LLMEngine:
     raises EngineError with the first error, and only `exit` is left.
 
     A `world_size` above 1 spawns processes that import the script again: make the engine under
-    `if __name__ == "__main__":`.
+    `if __name__ == "__main__":`. Under torchrun, on one host or on several, it takes the processes that are there: on
+    rank 0 this is the engine, on the others the call serves rank 0 and then raises SystemExit.
 
     Attributes:
         config: the configuration in effect, frozen.
@@ -62,6 +64,11 @@ class LLMEngine:
         self, config: Mapping[str, Any] | EngineConfig | str, *, spec: ModelSpec | None = None, **keys: Any
     ) -> None:
         engine_config = _engine_config(config, keys)
+        place = launch_place(engine_config.world_size)
+        if place is not None and place.rank:
+            from tritonllm.engine.launched_ranks import serve_launched_rank
+
+            serve_launched_rank(place)
         resolved = resolve_model(engine_config, spec=spec)
         self.tokenizer = resolved.tokenizer
         self.model_config = resolved.config

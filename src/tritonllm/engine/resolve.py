@@ -23,6 +23,7 @@ from tritonllm.config import (
     resolve_model_config,
 )
 from tritonllm.config.hf import read_architectures
+from tritonllm.engine.launch_place import launch_place
 from tritonllm.errors import ConfigError, UnsupportedModelError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
@@ -152,9 +153,12 @@ def _refuse_misnamed(name: str, spec: ModelSpec, architectures: Sequence[str]) -
 
 def _device(config: EngineConfig) -> str:
     device = _available_device(config)
-    if device == "cuda" and config.world_size > max(1, torch.cuda.device_count()):
+    place = launch_place(config.world_size)
+    ranks_here = config.world_size if place is None else place.local_size
+    if device == "cuda" and ranks_here > max(1, torch.cuda.device_count()):
         raise ConfigError(
-            f"world_size={config.world_size} needs as many GPUs, but torch sees {torch.cuda.device_count()}: lower it."
+            f"world_size={config.world_size} needs {ranks_here} GPUs on this host, but torch sees "
+            f"{torch.cuda.device_count()}: lower it."
         )
     return device
 
