@@ -32,7 +32,7 @@ SMALL = Shape(num_kv_heads=1, group=2, head_dim=32, block_size=16)
 
 
 def bound_of(op: str, dtype: torch.dtype, softcap: float | None) -> dict[str, float]:
-    """With a cap four times the op's bound in float32: tanh is a difference of about 1, and a cap of 50 multiplies it."""
+    """With a cap four times the op's bound in float32: tanh is a difference of about 1, times a cap of 50."""
     factor = 4 if softcap is not None and dtype == torch.float32 else 1
     return {name: factor * value for name, value in tolerance(op, dtype).items()}
 
