@@ -15,6 +15,9 @@ One path serves a fresh prompt, a cached prefix, a chunk and a resumed sequence:
 
 Rounding: scores, softmax and sums in float32; the weights are rounded to the cache's dtype before they meet V, the sum
 is rounded once at the end. Tiled as in FlashAttention-2 (arXiv:2307.08691). `prefill_hopper` is a second form of it.
+
+Key tiles that every row may see are loaded by TMA where its tensor cores take operands from shared memory (compute
+capability 9 and 10): the addresses of a tile's rows, 64 bits each, are a fifth of its instructions otherwise.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, check, nvidia_capability, runs_kernel, shape_of
 from tritonllm.kernels.paged_attention import (
     LOG2_E,
     cap_scores,
@@ -35,7 +39,13 @@ from tritonllm.kernels.paged_attention import (
     online_softmax_step,
     shared_memory_limit,
 )
-from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, lies_in_rows, plan_prefill_hopper, serves_shape
+from tritonllm.kernels.prefill_hopper import (
+    HOPPER_TILE_ROWS,
+    is_matrix_of_slots,
+    lies_in_rows,
+    plan_prefill_hopper,
+    serves_shape,
+)
 from tritonllm.kernels.reference import attention as reference
 
 
@@ -49,6 +59,8 @@ def _prefill_attention_kernel(
     cu_seqlens_q_ptr,
     context_lens_ptr,
     tiles_ptr,
+    k_desc,
+    v_desc,
     scale_log2,
     q_token_stride,
     q_head_stride,
@@ -92,6 +104,7 @@ def _prefill_attention_kernel(
     query = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)  # [BLOCK_M, BLOCK_D]
 
     kv_head = (head // GROUP).to(tl.int64)
+    column = head // GROUP * HEAD_DIM
     k_ptrs = k_cache_ptr + kv_head * cache_head_stride + dims[None, :]  # [1, BLOCK_D]
     v_ptrs = v_cache_ptr + kv_head * cache_head_stride + dims[None, :]
     table_row_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
@@ -111,8 +124,10 @@ def _prefill_attention_kernel(
     # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
     block_ids = load_block_ids(table_row_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, full, BLOCK_N):
-        kv_offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
+        block = block_ids
         block_ids = load_block_ids(table_row_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        if k_desc is None:
+            kv_offsets = key_offsets(block, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
         if WINDOW is not None:
             key_positions = start + tl.arange(0, BLOCK_N)
             seen_mask = (key_positions >= first_key)[:, None]
@@ -120,8 +135,12 @@ def _prefill_attention_kernel(
                 seen_mask = seen_mask & dim_mask
             keys = tl.load(k_ptrs + kv_offsets[:, None], mask=seen_mask, other=0.0)
             values = tl.load(v_ptrs + kv_offsets[:, None], mask=seen_mask, other=0.0)
+        elif k_desc is not None:
+            slot = block * BLOCK_SIZE + start % BLOCK_SIZE
+            keys = k_desc.load([slot, column])  # [BLOCK_N, BLOCK_D]
+            values = v_desc.load([slot, column])
         elif HEAD_DIM == BLOCK_D:
-            keys = tl.load(k_ptrs + kv_offsets[:, None])  # [BLOCK_N, BLOCK_D]
+            keys = tl.load(k_ptrs + kv_offsets[:, None])
             values = tl.load(v_ptrs + kv_offsets[:, None])
         else:
             keys = tl.load(k_ptrs + kv_offsets[:, None], mask=dim_mask, other=0.0)
@@ -158,6 +177,24 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
+def _tma_can_load(cache: torch.Tensor, keys: int) -> bool:
+    """Whether a key tile is a box of a matrix of tokens: inside one block, heads side by side, 16-bit, whole rows."""
+    _, block_size, _, head_dim = cache.shape
+    return (
+        cache.element_size() == 2
+        and block_size % keys == 0
+        and head_dim >= 16
+        and head_dim == triton.next_power_of_2(head_dim)
+        and is_matrix_of_slots(cache)
+    )
+
+
+def _rows_by_tma(cache: torch.Tensor, keys: int) -> TensorDescriptor:
+    blocks, block_size, num_heads, head_dim = cache.shape
+    rows = [blocks * block_size, num_heads * head_dim]
+    return TensorDescriptor(cache, rows, [cache.stride(1), 1], [keys, head_dim])
+
+
 def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
@@ -188,11 +225,14 @@ def plan_prefill_attention(
     softcap: float | None = None,
     shared_memory: int | None = None,
     hopper: bool | None = None,
+    by_tma: bool | None = None,
 ) -> Launch:
     """Plan `prefill_attention` into `out`.
 
     `shared_memory` (bytes) defaults to what q's device offers, and `hopper` (`prefill_hopper`, or the form here that
     runs everywhere) to whether the sizes, the device and the tiles allow it. A window or a softcap is computed here.
+    `by_tma` lets the form here have key tiles loaded by TMA where tile, cache and dtype allow it; it defaults to
+    whether that is faster on q's device.
     """
     op = "prefill_attention"
     check_paged(op, q, k_cache, v_cache, block_tables)
@@ -221,6 +261,9 @@ def plan_prefill_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
     block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit)
+    if by_tma is None:
+        by_tma = (9, 0) <= nvidia_capability(q.device) < (12, 0)
+    by_tma = by_tma and window is None and _tma_can_load(k_cache, block_n)
     num_warps = 4 if block_d * q.element_size() <= 256 and tile_rows <= 64 else 8
     return Launch(
         kernel=_prefill_attention_kernel,
@@ -234,6 +277,8 @@ def plan_prefill_attention(
             "cu_seqlens_q_ptr": cu_seqlens_q,
             "context_lens_ptr": context_lens,
             "tiles_ptr": tiles,
+            "k_desc": _rows_by_tma(k_cache, block_n) if by_tma else None,
+            "v_desc": _rows_by_tma(v_cache, block_n) if by_tma else None,
             "scale_log2": scale * LOG2_E,
             "q_token_stride": q.stride(0),
             "q_head_stride": q.stride(1),

@@ -15,6 +15,7 @@ from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS
 from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 _SEQUENCES, _TOKENS, _TABLE_WIDTH = 4, 64, 128
+_WITH_TMA = ("sm_90", "sm_100")
 
 
 def _int32(*shape: int) -> torch.Tensor:
@@ -31,6 +32,7 @@ def _attention(
     window: int | None = None,
     softcap: float | None = None,
     tile_rows: int | None = None,
+    by_tma: bool = False,
 ) -> list[Launch]:
     """Prefill, and decode at each batch size, with the tiles that a device with this much shared memory gets."""
     scale = head_dim**-0.5
@@ -51,6 +53,7 @@ def _attention(
             window=window,
             softcap=softcap,
             shared_memory=shared_memory,
+            by_tma=by_tma,
         )
     ]
     for batch in batches:
@@ -100,6 +103,8 @@ CASES = [
     Case("llama-3.2-1b", partial(_attention, 32, 8, 64, batches=(1,)), dot=True, sized=True),
     Case("smollm2-135m", partial(_attention, 9, 3, 64), dot=True, sized=True),
     Case("qwen3-8b-blocks-of-16", partial(_attention, 32, 8, 128, block_size=16), dot=True, sized=True),
+    Case("qwen3-0.6b-tma", partial(_attention, 16, 8, 128, by_tma=True), dot=True, sized=True, only=_WITH_TMA),
+    Case("llama-3.2-1b-tma", partial(_attention, 32, 8, 64, by_tma=True), dot=True, sized=True, only=_WITH_TMA),
     Case("head-dim-80", partial(_attention, 32, 32, 80), dot=True, sized=True),
     Case("head-dim-256", partial(_attention, 8, 1, 256), dot=True, sized=True, may_spill=True),
     Case("phi-3-window", partial(_attention, 32, 32, 96, window=2047), dot=True, sized=True),
