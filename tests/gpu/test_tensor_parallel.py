@@ -52,9 +52,7 @@ def decode_logits(world_size: int, all_reduce: str) -> dict[int, torch.Tensor]:
         for seq in seqs:
             manager.allocate(seq)
         runner.run_model(runner.prepare_prefill(seqs), True)
-        return {
-            count: runner.run_model(runner.prepare_decode(seqs[:count]), False).float().cpu() for count in PATHS
-        }
+        return {count: runner.run_model(runner.prepare_decode(seqs[:count]), False).float().cpu() for count in PATHS}
 
 
 def test_every_decode_path_over_two_gpus_gives_the_logits_of_one() -> None:

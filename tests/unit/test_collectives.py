@@ -135,6 +135,6 @@ def test_where_memory_cannot_be_shared_no_rank_uses_it(
     assert [there is None for there in peers] == [bool(failing)] * 2
     told = [record.getMessage() for record in caplog.records]
     assert sorted(told) == [
-        f"rank {rank}: all sums go through NCCL, as the GPUs' memory cannot be shared: CUDA driver error: not permitted"
+        f"rank {rank}: sums go through NCCL, as GPUs cannot share memory here: CUDA driver error: not permitted"
         for rank in sorted(failing)
     ]

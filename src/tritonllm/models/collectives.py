@@ -115,7 +115,7 @@ class DistributedGroup(TPGroup):
         except EngineError:
             raise
         except RuntimeError as error:
-            logger.warning("rank %d: all sums go through NCCL, as the GPUs' memory cannot be shared: %s", self.rank, error)
+            logger.warning("rank %d: sums go through NCCL, as GPUs cannot share memory here: %s", self.rank, error)
         # Then every rank has cleared its buffer and mapped the others.
         return replace(self, peers=peers) if self.minimum(peers is not None) else self
 
