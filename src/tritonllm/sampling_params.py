@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tritonllm.config.checks import Rule, check_fields, flag, integer, integers, number
+from tritonllm.config.checks import Rule, check_fields, flag, integer, integers, number, texts
 from tritonllm.errors import RequestError
 
 _INT32_MAX = 2**31 - 1
@@ -23,6 +23,8 @@ _RULES: dict[str, Rule] = {
     "max_model_length": integer(1).or_none(),
     "skip_special_tokens": flag(),
     "stop_token_ids": integers(0, _INT32_MAX),
+    "stop": texts(),
+    "include_stop_str_in_output": flag(),
 }
 
 
@@ -47,6 +49,10 @@ class SamplingParams:
         max_model_length: most tokens of prompt and output together, >= 1; None is the engine's limit.
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
         stop_token_ids: further ids that end the text, each >= 0.
+        stop: strings that end the text, none of them empty; one string will do. Found across tokens as well; of
+            several, the one that is complete first counts. They need a tokenizer.
+        include_stop_str_in_output: leave in the text what stopped it, stop string or token. Its tokens are among the
+            token ids in any case.
     """
 
     temperature: float = 1.0
@@ -58,10 +64,16 @@ class SamplingParams:
     max_model_length: int | None = None
     skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop_token_ids, (list, set, frozenset)):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, (list, set, frozenset)):
+                object.__setattr__(self, name, tuple(value))
         check_fields(self, _RULES, RequestError)
         if self.temperature < _SMALLEST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)

@@ -17,6 +17,7 @@ def test_defaults() -> None:
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
     assert (params.top_p, params.top_k, params.seed) == (1.0, 0, None)
     assert (params.max_model_length, params.skip_special_tokens, params.stop_token_ids) == (None, True, ())
+    assert (params.stop, params.include_stop_str_in_output) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,8 @@ def test_defaults() -> None:
         ("max_model_length", "integer >= 1, or None", [0, -1, 1.5, True, "8"]),
         ("skip_special_tokens", "True or False", [1, None, "yes"]),
         ("stop_token_ids", "integer from 0", [(-1,), [True], (1.0,), ["a"], 5, None, "ab", (2**31,)]),
+        ("stop", "a non-empty string or several", ["", ("",), ["a", ""], [1], (None,), None, 5, True, b"a", {"a": 1}]),
+        ("include_stop_str_in_output", "True or False", [1, None, "yes"]),
     ],
 )
 def test_out_of_range(field: str, allowed: str, refused: list[object]) -> None:
@@ -62,6 +65,7 @@ def test_values_with_one_meaning_are_stored_as_one() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     assert SamplingParams(temperature=1e-30) == SamplingParams(temperature=0)
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
+    assert SamplingParams(stop="\n") == SamplingParams(stop=["\n"]) == SamplingParams(stop=("\n",))  # type: ignore[arg-type]
 
 
 def test_is_immutable_and_checked_when_changed() -> None:

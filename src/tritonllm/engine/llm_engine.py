@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.detokenizer import Detokenizer, decode
+from tritonllm.engine.completion import Completion
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
 from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
@@ -18,6 +18,7 @@ from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_loop import StepLoop
+from tritonllm.errors import RequestError
 from tritonllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("tritonllm")
@@ -95,18 +96,18 @@ class LLMEngine:
             KeyboardInterrupt: nothing was queued.
         """
         loop = self._loop
-        seq: Sequence | None = None
+        completion: Completion | None = None
         try:
             with loop.guard.turn():
                 loop.require_usable()
                 (params,) = as_params_list(sampling_params, 1)
-                seq = self._queue(self._check(prompt, params), params)
-                loop.requests[seq.seq_id] = seq
-                return seq.seq_id
+                completion = self._queue(self._check(prompt, params), params)
+                loop.requests[completion.seq.seq_id] = completion
+                return completion.seq.seq_id
         except KeyboardInterrupt:
-            if seq is not None:
-                loop.requests.pop(seq.seq_id, None)
-                loop.abandon([seq])
+            if completion is not None:
+                loop.requests.pop(completion.seq.seq_id, None)
+                loop.abandon([completion.seq])
             raise
 
     def abort(self, seq_id: int) -> bool:
@@ -117,8 +118,8 @@ class LLMEngine:
         """
         with self._loop.guard.turn():
             self._loop.require_usable(closed_too=True)
-            seq = self._loop.requests.get(seq_id) if isinstance(seq_id, int) else None
-            return seq is not None and self.scheduler.abort(seq)
+            completion = self._loop.requests.get(seq_id) if isinstance(seq_id, int) else None
+            return completion is not None and self.scheduler.abort(completion.seq)
 
     def step(self) -> tuple[list[RequestOutput], int, bool]:
         """Launch the next step, if there is work, and read the step before it.
@@ -131,16 +132,15 @@ class LLMEngine:
             KeyboardInterrupt: after the step; what it found finished is returned by the next call.
         """
         loop = self._loop
-        finished: list[Sequence] = []
+        finished: list[Completion] = []
         try:
             with loop.guard.turn():
-                finished, num_tokens, is_prefill = loop.advance()
-                for seq in finished:
-                    del loop.requests[seq.seq_id]
-                return [RequestOutput.of(seq) for seq in finished], num_tokens, is_prefill
+                sequences, num_tokens, is_prefill = loop.advance()
+                finished = [loop.requests.pop(seq.seq_id) for seq in sequences]
+                return [completion.output() for completion in finished], num_tokens, is_prefill
         except KeyboardInterrupt:
-            loop.requests.update((seq.seq_id, seq) for seq in finished)
-            self.scheduler.keep_finished(finished)
+            loop.requests.update((completion.seq.seq_id, completion) for completion in finished)
+            self.scheduler.keep_finished([completion.seq for completion in finished])
             raise
 
     def generate(
@@ -156,24 +156,23 @@ class LLMEngine:
 
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
-            "error"), `usage` (token counts) and `errors` (None, or why that request failed).
+            "error"), `stop_reason` (the token id or stop string that stopped it, else None), `usage` (token counts) and
+            `errors` (None, or why that request failed).
 
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
         """
         with self._loop.guard.turn():
             requests = self._check_all(prompts, sampling_params)
-            with self._loop.queued(lambda: self._queue_all(requests)) as sequences:
-                for _ in self._loop.steps_until_finished(sequences):
+            with self._loop.queued(lambda: self._queue_all(requests)) as completions:
+                for _ in self._loop.steps_until_finished(completions):
                     pass
-            outputs = [RequestOutput.of(seq) for seq in sequences]
+            outputs = [completion.output() for completion in completions]
             return {
-                "text": [
-                    decode(self.tokenizer, output.token_ids, params.skip_special_tokens)
-                    for output, (_, params) in zip(outputs, requests, strict=True)
-                ],
+                "text": [output.text for output in outputs],
                 "token_ids": [output.token_ids for output in outputs],
                 "finish_reason": [output.finish_reason for output in outputs],
+                "stop_reason": [output.stop_reason for output in outputs],
                 "usage": [output.usage for output in outputs],
                 "errors": [output.error for output in outputs],
             }
@@ -244,6 +243,8 @@ class LLMEngine:
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that can be served."""
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids, or set the tokenizer key")
         token_ids = tokenize(prompt, self.tokenizer, self.model_config.vocab_size)
         self.scheduler.check(len(token_ids), params.max_model_length)
         return token_ids
@@ -254,33 +255,33 @@ class LLMEngine:
         self._loop.require_usable()
         return as_requests(prompts, sampling_params, self._check)
 
-    def _queue(self, token_ids: list[int], params: SamplingParams) -> Sequence:
+    def _queue(self, token_ids: list[int], params: SamplingParams) -> Completion:
         # Requests without a seed draw from the engine's, each from a stream of its own.
         seed = (self.config.seed + self._num_requests * 0x9E3779B97F4A7C15) % 2**64
         seq = Sequence(token_ids, params, block_size=self.config.block_size, seed=seed)
         self.scheduler.add_sequence(seq)
         self._num_requests += 1
-        return seq
+        completion = Completion(seq, self.tokenizer)
+        if completion.has_stop_strings:
+            self._loop.watched.append(completion)
+        return completion
 
-    def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
+    def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
         return [self._queue(token_ids, params) for token_ids, params in requests]
 
     def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
-        detokenizers = [Detokenizer(self.tokenizer, params.skip_special_tokens) for _, params in requests]
-        sent = [0] * len(requests)
-        live = list(range(len(requests)))
-        with self._loop.queued(lambda: self._queue_all(requests)) as sequences:
-            for _ in self._loop.steps_until_finished(sequences):
-                for index in list(live):
-                    seq = sequences[index]
-                    token_ids = seq.completion_token_ids[sent[index] :]
-                    if not token_ids and not seq.is_finished:
+        with self._loop.queued(lambda: self._queue_all(requests)) as completions:
+            live = dict(enumerate(completions))
+            steps = self._loop.steps_until_finished(completions)
+            while live:
+                next(steps, None)  # None if the steps of other calls have finished these
+                for index, completion in list(live.items()):
+                    piece = completion.next_piece(index)
+                    if piece is None:
                         continue
-                    sent[index] += len(token_ids)
-                    text = detokenizers[index].add(token_ids, last=seq.is_finished)
-                    if seq.is_finished:
-                        live.remove(index)
-                    yield StreamOutput(index, text, token_ids, seq.finish_reason, seq.error)
+                    if piece.finish_reason is not None:
+                        del live[index]
+                    yield piece
 
 
 def _engine_config(config: Mapping[str, Any] | EngineConfig | str, keys: dict[str, Any]) -> EngineConfig:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from tritonllm.engine.sequence import Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -19,6 +18,7 @@ class RequestOutput:
         error: one sentence if the reason is "error".
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
+        stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
     """
 
     seq_id: int
@@ -27,20 +27,16 @@ class RequestOutput:
     error: str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    stop_reason: int | str | None = None
+    _decode: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[int | list[int]]:
         return iter((self.seq_id, self.token_ids))
 
-    @classmethod
-    def of(cls, seq: Sequence) -> RequestOutput:
-        return cls(
-            seq.seq_id,
-            seq.completion_token_ids,
-            seq.finish_reason or "error",
-            seq.error,
-            seq.num_prompt_tokens,
-            seq.num_cached_tokens,
-        )
+    @cached_property
+    def text(self) -> str:
+        """The completion as text; decoded when it is first asked for."""
+        return self._decode()
 
     @property
     def usage(self) -> dict[str, int]:
@@ -62,6 +58,7 @@ class StreamOutput:
         token_ids: the tokens read since the last piece.
         finish_reason: None until the last piece of this prompt.
         error: one sentence if the reason is "error".
+        stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
     """
 
     index: int
@@ -69,3 +66,4 @@ class StreamOutput:
     token_ids: list[int]
     finish_reason: str | None
     error: str | None = None
+    stop_reason: int | str | None = None

@@ -99,14 +99,12 @@ class Scheduler:
         params = seq.sampling_params
         self.check(seq.num_prompt_tokens, params.max_model_length)
         # The last token of a completion is never stored, so a full pool yields one token more than it holds.
-        limits = [self.block_manager.num_blocks * self.block_size + 1]
-        if params.max_tokens is not None:
-            limits.append(seq.num_prompt_tokens + params.max_tokens)
-        limits += [limit for limit in (self.max_model_length, params.max_model_length) if limit is not None]
-        seq.max_length = min(limits)
-        seq.end_token_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.eos_token_ids
-        )
+        pool = self.block_manager.num_blocks * self.block_size + 1
+        wanted = None if params.max_tokens is None else seq.num_prompt_tokens + params.max_tokens
+        limits = (pool, wanted, self.max_model_length, params.max_model_length)
+        seq.max_length = min(limit for limit in limits if limit is not None)
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        seq.end_token_ids = eos_token_ids.union(params.stop_token_ids)
         self._steady = None
         seq.status = SequenceStatus.WAITING
         self.waiting.append(seq)
@@ -222,12 +220,16 @@ class Scheduler:
         self._finish(seq, "abort")
         return True
 
+    def stop(self, seq: Sequence, stop_string: str) -> None:
+        """End a request whose last token, which may have ended it already, completed a stop string."""
+        self.abort(seq)
+        seq.finish_reason, seq.stop_reason = "stop", stop_string
+
     def _state(self) -> str:
         """Queues, blocks and budget in one line."""
         manager = self.block_manager
-        longest = max(
-            (seq.length for queue in (self.waiting, self.prefilling, self.running) for seq in queue), default=0
-        )
+        queues = (self.waiting, self.prefilling, self.running)
+        longest = max((seq.length for queue in queues for seq in queue), default=0)
         return (
             f"{len(self.waiting)} waiting, {len(self.prefilling)} in their prompt, {len(self.running)} running, the "
             f"longest of {longest} tokens; {manager.num_free_blocks} of {manager.num_blocks} blocks of "
@@ -253,6 +255,7 @@ class Scheduler:
             return
         seq.append_token(token)
         if token in seq.end_token_ids:
+            seq.stop_reason = token
             self._finish(seq, "stop")
         elif len(seq) >= seq.max_length:
             self._finish(seq, "length")
@@ -266,8 +269,7 @@ class Scheduler:
         queue.remove(seq)
         self._steady = None
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        seq.error = error
+        seq.finish_reason, seq.error = reason, error
         self._finished.append(seq)
         self._release(seq)
 
