@@ -47,6 +47,8 @@ class LLMEngine:
     Attributes:
         config: the configuration in effect, frozen.
         tokenizer: the checkpoint's, None for dummy weights.
+        generation_config: the checkpoint's generation_config.json, empty if it has none; see
+            `SamplingParams.from_checkpoint`.
         scheduler, runner: the two halves below.
 
     Raises:
@@ -61,6 +63,7 @@ class LLMEngine:
         resolved = resolve_model(engine_config)
         self.tokenizer = resolved.tokenizer
         self.model_config = resolved.config
+        self.generation_config = dict(resolved.checkpoint.generation_config) if resolved.checkpoint else {}
         self.runner = ModelRunner(engine_config, resolved=resolved)
         # At interpreter exit, or when the engine is collected, whichever comes first.
         self._finalizer = weakref.finalize(self, self.runner.call, "exit")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tritonllm.engine.llm_engine import LLMEngine
@@ -157,10 +158,35 @@ def _joining(
 def _streamed(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
 ) -> list[Tokens]:
+    return _stream(name_or_path, prompts, params, keys)
+
+
+@register_way("streamed, with a stop string that never comes")
+def _streamed_with_stop_string(
+    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
+) -> list[Tokens]:
+    return _stream(name_or_path, prompts, params, keys, stop=("never" * 20,))
+
+
+def _stream(
+    name_or_path: str,
+    prompts: list[Tokens],
+    params: list[SamplingParams],
+    keys: dict[str, Any],
+    stop: tuple[str, ...] = (),
+) -> list[Tokens]:
     completions: list[Tokens] = [[] for _ in prompts]
+    texts = [""] * len(prompts)
     with way_engine(name_or_path, prompts, params, keys) as engine:
+        if engine.tokenizer is not None:  # without one there are no texts to stop at
+            params = [replace(param, stop=stop) for param in params]
         for piece in engine.stream(prompts, params):
             completions[piece.index] += piece.token_ids
+            texts[piece.index] += piece.text
+        whole = engine.generate(prompts, params)["text"]
+    for index, (joined, text) in enumerate(zip(texts, whole, strict=True)):
+        if joined != text:
+            raise AssertionError(f"streamed: the pieces of prompt {index} join to {joined!r}, and the text is {text!r}")
     return completions
 
 
