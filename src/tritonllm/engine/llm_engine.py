@@ -104,7 +104,7 @@ class LLMEngine:
             with loop.guard.turn():
                 loop.require_usable()
                 (params,) = as_params_list(sampling_params, 1)
-                completion = self._queue(self._check(prompt, params), params)
+                completion = self.queue_prompt(prompt, params)
                 loop.requests[completion.seq.seq_id] = completion
                 return completion.seq.seq_id
         except KeyboardInterrupt:
@@ -243,6 +243,19 @@ class LLMEngine:
         self.exit()
 
     # ---- below the surface ----
+
+    def queue_prompt(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        """Queue one prompt for a caller that steps `step_loop` itself and follows the completion.
+
+        Raises:
+            RequestError: it can never be served; nothing was queued.
+        """
+        return self._queue(self._check(prompt, params), params)
+
+    @property
+    def step_loop(self) -> StepLoop:
+        """What steps the engine; for whoever owns it from another thread."""
+        return self._loop
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that can be served."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tritonllm.engine.async_llm_engine import AsyncLLMEngine
 from tritonllm.engine.llm_engine import LLMEngine
 from tritonllm.sampling_params import SamplingParams
 
@@ -100,6 +102,13 @@ def way_engine(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any], **changes: Any
 ) -> LLMEngine:
     """An engine with room for all prompts at once, unless `changes` say otherwise."""
+    return LLMEngine(way_config(name_or_path, prompts, params, {**keys, **changes}))
+
+
+def way_config(
+    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration of such an engine, as a dict."""
     lengths = _lengths(prompts, params)
     sized = {
         "block_size": BLOCK_SIZE,
@@ -108,7 +117,7 @@ def way_engine(
         "max_num_batched_tokens": sum(lengths),
         "max_cached_blocks": sum(-(-length // BLOCK_SIZE) for length in lengths) + len(prompts),
     }
-    return LLMEngine({"model_name_or_path": name_or_path, **sized, **keys, **changes})
+    return {"model_name_or_path": name_or_path, **sized, **keys}
 
 
 def _way(**changes: Any) -> Way:
@@ -188,6 +197,21 @@ def _stream(
         if joined != text:
             raise AssertionError(f"streamed: the pieces of prompt {index} join to {joined!r}, and the text is {text!r}")
     return completions
+
+
+@register_way("asynchronous")
+def _asynchronous(
+    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
+) -> list[Tokens]:
+    async def complete(engine: AsyncLLMEngine, prompt: Tokens, param: SamplingParams) -> Tokens:
+        return [token async for piece in engine.generate(prompt, param) for token in piece.token_ids]
+
+    async def complete_all() -> list[Tokens]:
+        async with AsyncLLMEngine(way_config(name_or_path, prompts, params, keys)) as engine:
+            pairs = zip(prompts, params, strict=True)
+            return await asyncio.gather(*(complete(engine, prompt, param) for prompt, param in pairs))
+
+    return asyncio.run(complete_all())
 
 
 @register_way("prefix cache")
