@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tritonllm.engine.scheduler import Scheduler
     from tritonllm.engine.sequence import Sequence
     from tritonllm.hookspecs import ModelSpec, hookimpl
+    from tritonllm.registry import register
     from tritonllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOME = {
     "Sequence": "tritonllm.engine.sequence",
     "StreamOutput": "tritonllm.engine.outputs",
     "hookimpl": "tritonllm.hookspecs",
+    "register": "tritonllm.registry",
 }
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "StreamOutput",
     "__version__",
     "hookimpl",
+    "register",
 ]
 
 make_lazy(__name__, _HOME)

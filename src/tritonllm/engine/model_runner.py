@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, byte
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
+from tritonllm.engine.ranks import Ranks, start_ranks
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.row_changes import apply_row_changes
 from tritonllm.engine.sequence import Sequence
@@ -31,9 +32,6 @@ from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
-
-if TYPE_CHECKING:
-    from tritonllm.engine.ranks import Ranks
 
 
 class ModelRunner:
@@ -69,9 +67,7 @@ class ModelRunner:
         if rank or self.config.world_size == 1 or self.device.type == "meta":
             self._start(event.group if event is not None else TPGroup(rank, self.config.world_size))
             return
-        from tritonllm.engine.ranks import Ranks  # one rank needs no torch.distributed
-
-        self.ranks = Ranks(self.resolved)
+        self.ranks = start_ranks(self.resolved, self._drop_graphs)
         with self.ranks.guarded(closing=True):
             self._start(self.ranks.group)
             self.ranks.wait_until_ready()
@@ -80,6 +76,8 @@ class ModelRunner:
         self.tp = tp
         with torch.inference_mode():
             self.model = build_model(self.resolved, tp)
+            if others := self.ranks or self._event:
+                others.wait_until_loaded()
             self._choose = TokenChoice(self.model)
             self._make_state(tp)
         self._thread = threading.local()
@@ -114,8 +112,7 @@ class ModelRunner:
                 self.prefill_graphs.capture()
             torch.cuda.synchronize()
             graphs = max(before - torch.cuda.mem_get_info()[0], 0)
-            self.graphs.reset()
-            self.prefill_graphs.reset()
+            self._drop_graphs()
             torch.cuda.empty_cache()
             self.allocate_kv_cache(activations, graphs)
             if self.config.enforce_eager:
@@ -128,8 +125,8 @@ class ModelRunner:
             self._size_by_measuring()
             return
         wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
-        # The ranks share one host's memory.
-        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * self.tp.size)
+        bytes_of_ranks = self._block_bytes * self.tp.size  # which share one host's memory
+        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, bytes_of_ranks)
         self.num_blocks = self.tp.minimum(fitting)
         self.pool = self._new_pool(self.num_blocks)
 
@@ -182,9 +179,8 @@ class ModelRunner:
         """What runs prompt chunks: short ones padded to a few sizes that can be captured, or each as it is."""
         layouts = []
         if padded:
-            table_width = self.rows.shape[1] - HEADER
             budget = self.config.max_num_batched_tokens
-            layouts = prefill_layouts(budget, self.max_num_rows, table_width, self.tiling.portable_rows)
+            layouts = prefill_layouts(budget, self.max_num_rows, self.rows.shape[1] - HEADER, self.tiling.portable_rows)
         return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
@@ -223,8 +219,7 @@ class ModelRunner:
             self.ranks.wait(done)
         elif done is not None:
             done.synchronize()
-        num_sampled = sum(chunk.sample for chunk in plan.chunks)
-        tokens = host.tolist()
+        tokens, num_sampled = host.tolist(), sum(chunk.sample for chunk in plan.chunks)
         return tokens[: plan.num_decode_rows] + tokens[self.max_num_rows : self.max_num_rows + num_sampled]
 
     def _decode(self, num_rows: int, plain: bool) -> None:
@@ -295,8 +290,8 @@ class ModelRunner:
         if inputs is None or inputs.is_prefill != is_prefill:
             self._thread.inputs = None
             raise EngineError("call prepare_prefill or prepare_decode, to match is_prefill, right before run_model")
-        ids = input_ids if self.ranks is None else input_ids.cpu()
-        return self.call("_logits", ids, all_positions, *self._thread.prepared)
+        sent_ids = input_ids if self.ranks is None else input_ids.cpu()
+        return self.call("_logits", sent_ids, all_positions, *self._thread.prepared)
 
     @torch.inference_mode()
     def _logits(
@@ -339,8 +334,7 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.graphs.reset()
-            self.prefill_graphs.reset()
+            self._drop_graphs()
             self._unread.clear()
             for name in ("model", "_choose", "pool", "rows", "sampled", "workspace"):
                 self.__dict__.pop(name, None)
@@ -348,3 +342,7 @@ class ModelRunner:
             (self.ranks or self.tp).close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        for name in {"graphs", "prefill_graphs"} & self.__dict__.keys():  # a start may fail before there are any
+            getattr(self, name).reset()

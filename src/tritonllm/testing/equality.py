@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from tritonllm.engine.async_llm_engine import AsyncLLMEngine
@@ -68,23 +68,39 @@ def assert_ways_agree(
         num_tokens: tokens to generate for each.
         ways: names of `WAYS`; None is all but those on request.
         sampled: with temperature, top-k, top-p and a seed for each prompt, instead of greedily.
-        engine_keys: further configuration, such as `device`.
+        engine_keys: further configuration, such as `device`, and the `spec` of a family that is not registered.
 
     Raises:
         AssertionError: a way gives other tokens, or does not do what its name says; names way, prompt and token.
     """
     keys = {"dtype": "float32", **engine_keys}
-    params = [_sampled(index, num_tokens) if sampled else _greedy(num_tokens) for index in range(len(prompts))]
+    params = [_sampled(index, num_tokens) if sampled else greedy(num_tokens) for index in range(len(prompts))]
     expected = complete_alone(name_or_path, prompts, params, keys)
     for name in ways if ways is not None else [name for name in WAYS if name not in WAYS_ON_REQUEST]:
-        found = WAYS[name](name_or_path, prompts, params, keys)
-        for index, (ours, alone) in enumerate(zip(found, expected, strict=True)):
-            if ours != alone:
-                step = next((i for i, (a, b) in enumerate(zip(ours, alone, strict=False)) if a != b), len(ours))
-                raise AssertionError(
-                    f"{name}: prompt {index} of {len(prompts[index])} tokens differs from token {step} on: "
-                    f"{ours[step : step + 8]}, alone in a fresh engine {alone[step : step + 8]}"
-                )
+        assert_way_agrees(name, name_or_path, prompts, params, keys, expected)
+
+
+def assert_way_agrees(
+    name: str,
+    name_or_path: str,
+    prompts: list[Tokens],
+    params: list[SamplingParams],
+    keys: dict[str, Any],
+    expected: list[Tokens],
+) -> None:
+    """Complete prompts in one way and compare with what `complete_alone` gave.
+
+    Raises:
+        AssertionError: as `assert_ways_agree`.
+    """
+    found = WAYS[name](name_or_path, prompts, params, keys)
+    for index, (ours, alone) in enumerate(zip(found, expected, strict=True)):
+        if ours != alone:
+            step = next((i for i, (a, b) in enumerate(zip(ours, alone, strict=False)) if a != b), len(ours))
+            raise AssertionError(
+                f"{name}: prompt {index} of {len(prompts[index])} tokens differs from token {step} on: "
+                f"{ours[step : step + 8]}, alone in a fresh engine {alone[step : step + 8]}"
+            )
 
 
 def complete_alone(
@@ -102,13 +118,11 @@ def way_engine(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any], **changes: Any
 ) -> LLMEngine:
     """An engine with room for all prompts at once, unless `changes` say otherwise."""
-    return LLMEngine(way_config(name_or_path, prompts, params, {**keys, **changes}))
+    return LLMEngine(name_or_path, **way_keys(prompts, params, {**keys, **changes}))
 
 
-def way_config(
-    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
-) -> dict[str, Any]:
-    """The configuration of such an engine, as a dict."""
+def way_keys(prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of such an engine."""
     lengths = _lengths(prompts, params)
     sized = {
         "block_size": BLOCK_SIZE,
@@ -117,7 +131,7 @@ def way_config(
         "max_num_batched_tokens": sum(lengths),
         "max_cached_blocks": sum(-(-length // BLOCK_SIZE) for length in lengths) + len(prompts),
     }
-    return {"model_name_or_path": name_or_path, **sized, **keys}
+    return {**sized, **keys}
 
 
 def _way(**changes: Any) -> Way:
@@ -188,7 +202,7 @@ def _stream(
     texts = [""] * len(prompts)
     with way_engine(name_or_path, prompts, params, keys) as engine:
         if engine.tokenizer is not None:  # without one there are no texts to stop at
-            params = [replace(param, stop=stop) for param in params]
+            params = [dataclasses.replace(param, stop=stop) for param in params]
         for piece in engine.stream(prompts, params):
             completions[piece.index] += piece.token_ids
             texts[piece.index] += piece.text
@@ -207,7 +221,7 @@ def _asynchronous(
         return [token async for piece in engine.generate(prompt, param) for token in piece.token_ids]
 
     async def complete_all() -> list[Tokens]:
-        async with AsyncLLMEngine(way_config(name_or_path, prompts, params, keys)) as engine:
+        async with AsyncLLMEngine(name_or_path, **way_keys(prompts, params, keys)) as engine:
             pairs = zip(prompts, params, strict=True)
             return await asyncio.gather(*(complete(engine, prompt, param) for prompt, param in pairs))
 
@@ -244,11 +258,12 @@ def interpreted_kernels(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
 ) -> list[Tokens]:
     """The kernels' own code on a CPU, in a process of its own; for two layers and a few tokens, since it is slow."""
+    spec = keys.get("spec")
     asked = {
         "name": name_or_path,
         "prompts": prompts,
         "params": [vars(param) for param in params],
-        "keys": {**keys, "device": "cpu", "dtype": "float32"},
+        "keys": {**keys, "device": "cpu", "dtype": "float32", "spec": spec and dataclasses.asdict(spec)},
     }
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     run = [sys.executable, "-m", "tritonllm.testing.interpreted"]
@@ -262,7 +277,8 @@ def _lengths(prompts: list[Tokens], params: list[SamplingParams]) -> list[int]:
     return [len(prompt) + (param.max_tokens or 0) for prompt, param in zip(prompts, params, strict=True)]
 
 
-def _greedy(num_tokens: int) -> SamplingParams:
+def greedy(num_tokens: int) -> SamplingParams:
+    """Greedily, exactly this many tokens."""
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
