@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 
 import pytest
@@ -90,6 +91,18 @@ class TestGenerate:
             assert both["token_ids"] == first["token_ids"] * 2
             cached = (length - 1) // 16 * 16
             assert [r["usage"][0]["cached_tokens"] for r in (first, second, both)] == [0, cached, cached]
+
+    def test_a_progress_bar_on_request(self, engine, capsys) -> None:
+        expected = engine.generate(PROMPTS, greedy(9))["token_ids"]
+        assert capsys.readouterr() == ("", "")
+        assert engine.generate(PROMPTS, greedy(9), use_tqdm=True)["token_ids"] == expected
+        out, err = capsys.readouterr()
+        last = err.replace("\r", "\n").strip().splitlines()[-1]
+        assert out == ""
+        assert "generate: 100%" in last
+        assert "3/3" in last
+        assert re.search(r"prefill=[\d,]+ tokens/s, decode=[\d,]+ tokens/s", last)
+        assert engine.generate([], greedy(9), use_tqdm=True)["token_ids"] == []
 
 
 class TestText:

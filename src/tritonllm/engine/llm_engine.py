@@ -14,6 +14,7 @@ from tritonllm.engine.completion import Completion
 from tritonllm.engine.launch_place import launch_place
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
+from tritonllm.engine.progress import show_progress
 from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.scheduler import Scheduler
@@ -162,12 +163,14 @@ class LLMEngine:
         self,
         prompts: Prompt | ListOf[Prompt],
         sampling_params: SamplingParams | ListOf[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> dict[str, list[Any]]:
         """Complete prompts and wait for all of them; requests already in the engine go on beside them.
 
         Args:
             prompts: strings or lists of token ids, or one of them.
             sampling_params: one for all prompts, or one for each.
+            use_tqdm: show a progress bar on standard error, with tokens per second.
 
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
@@ -180,8 +183,12 @@ class LLMEngine:
         with self._loop.guard.turn():
             requests = self._check_all(prompts, sampling_params)
             with self._loop.queued(lambda: self._queue_all(requests)) as completions:
-                for _ in self._loop.steps_until_finished(completions):
-                    pass
+                steps = self._loop.steps_until_finished(completions)
+                if use_tqdm:
+                    show_progress(steps, completions)
+                else:
+                    for _ in steps:
+                        pass
             outputs = [completion.output() for completion in completions]
             return {
                 "text": [output.text for output in outputs],
