@@ -49,6 +49,7 @@ _RULES: dict[str, Rule] = {
     "stop_token_ids": integers(0, _INT32_MAX),
     "stop": texts(),
     "include_stop_str_in_output": flag(),
+    "n": integer(1),
 }
 
 
@@ -77,6 +78,8 @@ class SamplingParams:
             several, the one that is complete first counts. They need a tokenizer.
         include_stop_str_in_output: leave in the text what stopped it, stop string or token. Its tokens are among the
             token ids in any case.
+        n: completions of each prompt, >= 1. They share the full blocks of the prompt and draw from noise of their own;
+            the first is what n = 1 gives.
     """
 
     temperature: float = 1.0
@@ -90,6 +93,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -346,11 +346,12 @@ class TestEnd:
 def test_a_mailbox_gives_what_came_before_the_error() -> None:
     async def main() -> None:
         box = Mailbox()
-        assert box.put(StreamOutput(0, "a", [1], None))
-        assert not box.put(StreamOutput(0, "b", [2, 3], None))
+        assert box.put([StreamOutput(0, "a", [1], None), StreamOutput(0, "x", [7], "length", sample=1)])
+        assert not box.put([StreamOutput(0, "b", [2, 3], None)])
         box.fail(EngineError("over"))
         box.wake()
-        assert await box.take() == StreamOutput(0, "ab", [1, 2, 3], None)
+        expected = [StreamOutput(0, "ab", [1, 2, 3], None), StreamOutput(0, "x", [7], "length", sample=1)]
+        assert await box.take() == expected
         with pytest.raises(EngineError, match="over"):
             await box.take()
 

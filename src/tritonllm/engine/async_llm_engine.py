@@ -60,8 +60,8 @@ class AsyncLLMEngine:
     def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[StreamOutput]:
         """Complete one prompt, a string or token ids, piece by piece: `async for piece in engine.generate(...)`.
 
-        The last piece has a finish reason; the texts joined are what `LLMEngine.generate` gives. Nothing is queued
-        before the first piece is asked for.
+        The last piece of each sample has a finish reason; the texts joined are what `LLMEngine.generate` gives. Nothing
+        is queued before the first piece is asked for.
 
         Raises:
             RequestError: the prompt cannot be served; raised where the first piece is asked for.
@@ -69,7 +69,7 @@ class AsyncLLMEngine:
         """
         (params,) = as_params_list(sampling_params, 1)
         engine = self.engine
-        return self._pieces(lambda: engine.queue_prompt(prompt, params))
+        return self._pieces(lambda: engine.queue_prompt(prompt, params), params.n)
 
     def chat(
         self, messages: ListOf[Mapping[str, Any]], sampling_params: SamplingParams | None = None
@@ -77,7 +77,7 @@ class AsyncLLMEngine:
         """Answer a conversation through the checkpoint's chat template, as `generate` does a prompt."""
         (params,) = as_params_list(sampling_params, 1)
         engine = self.engine
-        return self._pieces(lambda: engine.queue_prompt(engine.apply_chat_template(messages), params))
+        return self._pieces(lambda: engine.queue_prompt(engine.apply_chat_template(messages), params), params.n)
 
     def stats(self) -> dict[str, int]:
         """As `LLMEngine.stats`."""
@@ -98,15 +98,15 @@ class AsyncLLMEngine:
     ) -> None:
         await asyncio.to_thread(self.exit)
 
-    async def _pieces(self, queue: Callable[[], Completion]) -> AsyncIterator[StreamOutput]:
+    async def _pieces(self, queue: Callable[[], list[Completion]], num_samples: int) -> AsyncIterator[StreamOutput]:
         submission = Submission(queue, Mailbox())
         self._thread.submit(submission)
-        finish_reason = None
+        num_unfinished = num_samples
         try:
-            while finish_reason is None:
-                piece = await submission.box.take()
-                finish_reason = piece.finish_reason
-                yield piece
+            while num_unfinished:
+                for piece in await submission.box.take():
+                    num_unfinished -= piece.finish_reason is not None
+                    yield piece
         finally:
-            if finish_reason is None:
+            if num_unfinished:
                 self._thread.drop(submission)

@@ -16,11 +16,20 @@ class Completion:
     Args:
         seq: the sequence, before its first token is read.
         tokenizer: the checkpoint's; None makes every text empty.
+        index: which prompt of a call it completes.
+        sample: which completion of that prompt it is.
+        request_id: the seq_id of the prompt's first sample.
+
+    Attributes:
+        all_sent: `next_piece` has given the last piece.
     """
 
-    def __init__(self, seq: Sequence, tokenizer: Any) -> None:
+    def __init__(self, seq: Sequence, tokenizer: Any, index: int, sample: int, request_id: int) -> None:
         params = seq.sampling_params
         self.seq = seq
+        self.index = index
+        self.sample = sample
+        self.request_id = request_id
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
@@ -28,6 +37,7 @@ class Completion:
         self._num_sent = 0
         self._pieces: list[str] = []
         self._num_pieces_sent = 0
+        self.all_sent = False
         self._text_is_whole = False
 
     @property
@@ -48,17 +58,18 @@ class Completion:
             self._text_is_whole = last or self._stop_string is not None
         return self._stop_string
 
-    def next_piece(self, index: int) -> StreamOutput | None:
-        """What came since the last call, as the piece of prompt `index`; None if nothing did."""
+    def next_piece(self) -> StreamOutput | None:
+        """What came since the last call; None if nothing did."""
         seq = self.seq
         token_ids = seq.token_ids[seq.num_prompt_tokens + self._num_sent :]
-        if not token_ids and not seq.is_finished:
+        if self.all_sent or not (token_ids or seq.is_finished):
             return None
         self.read()
         text = "".join(self._pieces[self._num_pieces_sent :])
         self._num_sent += len(token_ids)
+        self.all_sent = seq.is_finished
         self._num_pieces_sent = len(self._pieces)
-        return StreamOutput(index, text, token_ids, seq.finish_reason, seq.error, seq.stop_reason)
+        return StreamOutput(self.index, text, token_ids, seq.finish_reason, seq.error, seq.stop_reason, self.sample)
 
     def text(self) -> str:
         """All text of a finished request."""
@@ -71,13 +82,14 @@ class Completion:
         """The finished request as the caller gets it."""
         seq = self.seq
         return RequestOutput(
-            seq.seq_id,
+            self.request_id,
             seq.completion_token_ids,
             seq.finish_reason or "error",
             seq.error,
             seq.num_prompt_tokens,
             seq.num_cached_tokens,
             seq.stop_reason,
+            self.sample,
             self.text,
         )
 

@@ -21,11 +21,10 @@ class Submission:
         box: where its pieces go.
     """
 
-    def __init__(self, queue: Callable[[], Completion], box: Mailbox) -> None:
+    def __init__(self, queue: Callable[[], list[Completion]], box: Mailbox) -> None:
         self.queue = queue
         self.box = box
         self.dropped = False
-        self.completion: Completion | None = None
 
 
 class EngineThread:
@@ -50,7 +49,7 @@ class EngineThread:
         self._closing = False
         self._end: EngineError | None = None
         self._backlog: deque[Submission] = deque()
-        self._live: dict[Submission, Completion] = {}
+        self._live: dict[Submission, list[Completion]] = {}
         self._thread = threading.Thread(target=self._run, name="tritonllm engine", daemon=True)
         self._thread.start()
 
@@ -117,9 +116,7 @@ class EngineThread:
             dropped = self._dropped
             self._arrived, self._dropped = [], []
         for submission in dropped:
-            completion = self._live.pop(submission, None)
-            if completion is not None:
-                self._engine.scheduler.abort(completion.seq)
+            self._abort(submission)
         while self._backlog and len(self._live) < self._max_requests:
             self._admit(self._backlog.popleft())
         return True
@@ -139,14 +136,13 @@ class EngineThread:
     def _hand_out(self) -> None:
         """Put what the last step brought into the mailboxes; each event loop is woken once."""
         filled: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
-        for submission, completion in list(self._live.items()):
-            piece = completion.next_piece(0)
-            if piece is None:
-                continue
-            if piece.finish_reason is not None:
+        for submission, completions in list(self._live.items()):
+            box = submission.box
+            pieces = [piece for it in completions if (piece := it.next_piece()) is not None]
+            if pieces and box.put(pieces):
+                filled.setdefault(box.loop, []).append(box)
+            if all(it.all_sent for it in completions):
                 del self._live[submission]
-            if submission.box.put(piece):
-                filled.setdefault(submission.box.loop, []).append(submission.box)
         for loop, boxes in filled.items():
             self._wake(loop, boxes)
 
@@ -159,7 +155,11 @@ class EngineThread:
             loop.call_soon_threadsafe(wake_all, boxes)
         except RuntimeError:  # the loop was closed, and its consumers are gone with it
             for submission in [it for it in self._live if it.box.loop is loop]:
-                self._engine.scheduler.abort(self._live.pop(submission).seq)
+                self._abort(submission)
+
+    def _abort(self, submission: Submission) -> None:
+        for completion in self._live.pop(submission, ()):
+            self._engine.scheduler.abort(completion.seq)
 
 
 def _again(error: EngineError) -> EngineError:

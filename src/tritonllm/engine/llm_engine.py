@@ -13,12 +13,12 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.completion import Completion
 from tritonllm.engine.launch_place import launch_place
 from tritonllm.engine.model_runner import ModelRunner
-from tritonllm.engine.outputs import RequestOutput, StreamOutput
+from tritonllm.engine.outputs import RequestOutput, StreamOutput, as_result
 from tritonllm.engine.progress import show_progress
 from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
+from tritonllm.engine.samples import samples_of
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_loop import StepLoop
 from tritonllm.errors import RequestError
 from tritonllm.hookspecs import ModelSpec
@@ -112,18 +112,18 @@ class LLMEngine:
             KeyboardInterrupt: nothing was queued.
         """
         loop = self._loop
-        completion: Completion | None = None
+        completions: list[Completion] = []
         try:
             with loop.guard.turn():
                 loop.require_usable()
                 (params,) = as_params_list(sampling_params, 1)
-                completion = self.queue_prompt(prompt, params)
-                loop.requests[completion.seq.seq_id] = completion
-                return completion.seq.seq_id
+                completions = self.queue_prompt(prompt, params)
+                loop.requests.update((completion.seq.seq_id, completion) for completion in completions)
+                return completions[0].request_id
         except KeyboardInterrupt:
-            if completion is not None:
+            for completion in completions:
                 loop.requests.pop(completion.seq.seq_id, None)
-                loop.abandon([completion.seq])
+            loop.abandon([completion.seq for completion in completions])
             raise
 
     def abort(self, seq_id: int) -> bool:
@@ -134,8 +134,8 @@ class LLMEngine:
         """
         with self._loop.guard.turn():
             self._loop.require_usable(closed_too=True)
-            completion = self._loop.requests.get(seq_id) if isinstance(seq_id, int) else None
-            return completion is not None and self.scheduler.abort(completion.seq)
+            samples = [it.seq for it in self._loop.requests.values() if it.request_id == seq_id]
+            return any([self.scheduler.abort(seq) for seq in samples])
 
     def step(self) -> tuple[list[RequestOutput], int, bool]:
         """Launch the next step, if there is work, and read the step before it.
@@ -175,7 +175,8 @@ class LLMEngine:
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
             "error"), `stop_reason` (the token id or stop string that stopped it, else None), `usage` (token counts) and
-            `errors` (None, or why that request failed).
+            `errors` (None, or why that request failed). With `SamplingParams.n` above 1 an entry is the list of that
+            prompt's completions, but for `usage`.
 
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
@@ -189,15 +190,10 @@ class LLMEngine:
                 else:
                     for _ in steps:
                         pass
-            outputs = [completion.output() for completion in completions]
-            return {
-                "text": [output.text for output in outputs],
-                "token_ids": [output.token_ids for output in outputs],
-                "finish_reason": [output.finish_reason for output in outputs],
-                "stop_reason": [output.stop_reason for output in outputs],
-                "usage": [output.usage for output in outputs],
-                "errors": [output.error for output in outputs],
-            }
+            outputs: list[list[RequestOutput]] = [[] for _ in requests]
+            for completion in completions:
+                outputs[completion.index].append(completion.output())
+            return as_result(outputs)
 
     def stream(
         self,
@@ -263,8 +259,8 @@ class LLMEngine:
 
     # ---- below the surface ----
 
-    def queue_prompt(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        """Queue one prompt for a caller that steps `step_loop` itself and follows the completion.
+    def queue_prompt(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
+        """Queue one prompt for a caller that steps `step_loop` itself and follows the completions, `params.n` of them.
 
         Raises:
             RequestError: it can never be served; nothing was queued.
@@ -290,33 +286,36 @@ class LLMEngine:
         self._loop.require_usable()
         return as_requests(prompts, sampling_params, self._check)
 
-    def _queue(self, token_ids: list[int], params: SamplingParams) -> Completion:
+    def _queue(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> list[Completion]:
         # Requests without a seed draw from the engine's, each from a stream of its own.
         seed = (self.config.seed + self._num_requests * 0x9E3779B97F4A7C15) % 2**64
-        seq = Sequence(token_ids, params, block_size=self.config.block_size, seed=seed)
-        self.scheduler.add_sequence(seq)
+        first, *others = samples_of(token_ids, params, self.config.block_size, seed)
+        self.scheduler.add_sequence(first, others)
         self._num_requests += 1
-        completion = Completion(seq, self.tokenizer)
-        if completion.has_stop_strings:
-            self._loop.watched.append(completion)
-        return completion
+        completions = [
+            Completion(seq, self.tokenizer, index, sample, first.seq_id) for sample, seq in enumerate([first, *others])
+        ]
+        self._loop.watched += [completion for completion in completions if completion.has_stop_strings]
+        return completions
 
     def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-        return [self._queue(token_ids, params) for token_ids, params in requests]
+        return [
+            completion
+            for index, (token_ids, params) in enumerate(requests)
+            for completion in self._queue(token_ids, params, index)
+        ]
 
     def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         with self._loop.queued(lambda: self._queue_all(requests)) as completions:
-            live = dict(enumerate(completions))
+            live = completions
             steps = self._loop.steps_until_finished(completions)
             while live:
                 next(steps, None)  # None if the steps of other calls have finished these
-                for index, completion in list(live.items()):
-                    piece = completion.next_piece(index)
-                    if piece is None:
-                        continue
-                    if piece.finish_reason is not None:
-                        del live[index]
-                    yield piece
+                for completion in live:
+                    piece = completion.next_piece()
+                    if piece is not None:
+                        yield piece
+                live = [completion for completion in live if not completion.all_sent]
 
 
 def _engine_config(config: Mapping[str, Any] | EngineConfig | str, keys: dict[str, Any]) -> EngineConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 from tritonllm.engine.outputs import StreamOutput
 
@@ -25,11 +26,12 @@ class Mailbox:
         self._pieces: list[StreamOutput] = []
         self._error: Exception | None = None
 
-    def put(self, piece: StreamOutput) -> bool:
-        """Add a piece; True if the consumer has to be woken."""
+    def put(self, pieces: list[StreamOutput]) -> bool:
+        """Add pieces; True if the consumer has to be woken."""
         with self._lock:
-            self._pieces.append(piece)
-            return len(self._pieces) == 1
+            was_empty = not self._pieces
+            self._pieces += pieces
+            return was_empty
 
     def fail(self, error: Exception) -> None:
         """Let the consumer raise this once it has taken what is there; to be woken in any case."""
@@ -40,8 +42,8 @@ class Mailbox:
         """There is something to take."""
         self._filled.set()
 
-    async def take(self) -> StreamOutput:
-        """Wait for the next piece.
+    async def take(self) -> list[StreamOutput]:
+        """Wait for the next pieces, one of each sample that has some.
 
         Raises:
             Exception: what `fail` was given.
@@ -66,15 +68,15 @@ def wake_all(boxes: list[Mailbox]) -> None:
         box.wake()
 
 
-def _joined(pieces: list[StreamOutput]) -> StreamOutput:
-    if len(pieces) == 1:
-        return pieces[0]
-    last = pieces[-1]
-    return StreamOutput(
-        last.index,
-        "".join(piece.text for piece in pieces),
-        [token_id for piece in pieces for token_id in piece.token_ids],
-        last.finish_reason,
-        last.error,
-        last.stop_reason,
-    )
+def _joined(pieces: list[StreamOutput]) -> list[StreamOutput]:
+    """The pieces of each sample as one, in the order in which they began."""
+    samples: dict[int, list[StreamOutput]] = {}
+    for piece in pieces:
+        samples.setdefault(piece.sample, []).append(piece)
+    return [own[0] if len(own) == 1 else _join(own) for own in samples.values()]
+
+
+def _join(pieces: list[StreamOutput]) -> StreamOutput:
+    text = "".join(piece.text for piece in pieces)
+    token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+    return replace(pieces[-1], text=text, token_ids=token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class RequestOutput:
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
         stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
+        sample: which of the prompt's completions it is, 0 unless `SamplingParams.n` asks for several.
     """
 
     seq_id: int
@@ -28,6 +30,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int
     stop_reason: int | str | None = None
+    sample: int = 0
     _decode: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[int | list[int]]:
@@ -59,6 +62,7 @@ class StreamOutput:
         finish_reason: None until the last piece of this prompt.
         error: one sentence if the reason is "error".
         stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
+        sample: which completion of that prompt, 0 unless `SamplingParams.n` asks for several.
     """
 
     index: int
@@ -67,3 +71,28 @@ class StreamOutput:
     finish_reason: str | None
     error: str | None = None
     stop_reason: int | str | None = None
+    sample: int = 0
+
+
+def as_result(outputs: list[list[RequestOutput]]) -> dict[str, list[Any]]:
+    """What `LLMEngine.generate` returns.
+
+    Args:
+        outputs: the samples of each prompt. Of several, an entry is their list, but for `usage`, which counts their
+            tokens together and those of the prompt once.
+    """
+    return {
+        "text": [_entry([output.text for output in samples]) for samples in outputs],
+        "token_ids": [_entry([output.token_ids for output in samples]) for samples in outputs],
+        "finish_reason": [_entry([output.finish_reason for output in samples]) for samples in outputs],
+        "stop_reason": [_entry([output.stop_reason for output in samples]) for samples in outputs],
+        "usage": [
+            {**samples[0].usage, "completion_tokens": sum(len(output.token_ids) for output in samples)}
+            for samples in outputs
+        ],
+        "errors": [_entry([output.error for output in samples]) for samples in outputs],
+    }
+
+
+def _entry(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values

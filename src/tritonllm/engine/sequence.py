@@ -56,6 +56,8 @@ class Sequence:
         num_steps_in_flight: launched, unread steps that write to this sequence's blocks.
         row: row of the decode state on the device, -1 if none.
         token_source: where the device holds the unread token.
+        held_samples: other samples of the same prompt, which wait for this one to compute it.
+        held_in: that list, in a sample that is in it.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Sequence:
         self.admission = -1
         self.row = -1
         self.token_source = -1
+        self.held_samples: list[Sequence] = []
+        self.held_in: list[Sequence] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
