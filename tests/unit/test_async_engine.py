@@ -46,7 +46,7 @@ def engine(make_async) -> AsyncLLMEngine:
 
 
 def run(coroutine: Coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 120))
+    asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def gather(engine: AsyncLLMEngine, prompt, params: SamplingParams) -> list[StreamOutput]:
@@ -165,6 +165,26 @@ class TestLeaving:
             del forgotten
             gc.collect()
             await self.check(engine, neighbour, alone)
+
+        run(main())
+
+    def test_what_nobody_waits_for_is_computed_no_further(self, engine) -> None:
+        steps, collect = threading.Semaphore(0), engine.engine.runner.collect
+
+        def collect_when_allowed() -> list[int]:
+            assert steps.acquire(timeout=60)
+            return collect()
+
+        engine.engine.runner.collect = collect_when_allowed
+
+        async def main() -> None:
+            left = engine.generate([3] * 20, greedy(LONG))
+            steps.release(3)
+            await anext(left)
+            await left.aclose()
+            steps.release(1000)
+            await until(lambda: is_idle(engine))
+            assert engine.stats()["processed_tokens"] <= 20 + 6
 
         run(main())
 
