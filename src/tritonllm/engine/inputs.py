@@ -13,7 +13,7 @@ from tritonllm.engine.sequence import RowSampling
 from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device, upload
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
-from tritonllm.kernels.prefill_attention import PrefillTiling, prefill_tiles
+from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.models.attention_metadata import (
     AttentionMetadata,
     DecodeMetadata,
