@@ -11,6 +11,7 @@ from tritonllm.lazy_package import make_lazy
 
 if TYPE_CHECKING:
     from tritonllm.config import EngineConfig, ModelConfig, RopeConfig
+    from tritonllm.engine.async_llm_engine import AsyncLLMEngine
     from tritonllm.engine.block_manager import BlockManager
     from tritonllm.engine.llm_engine import LLMEngine
     from tritonllm.engine.model_runner import ModelRunner
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncLLMEngine": "tritonllm.engine.async_llm_engine",
     "BlockManager": "tritonllm.engine.block_manager",
     "EngineConfig": "tritonllm.config",
     "LLMEngine": "tritonllm.engine.llm_engine",
@@ -41,6 +43,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncLLMEngine",
     "BlockManager",
     "EngineConfig",
     "LLMEngine",

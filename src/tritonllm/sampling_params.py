@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from tritonllm.config.checks import Rule, check_fields, flag, integer, integers, number
+from tritonllm.config.checks import Rule, check_fields, flag, integer, integers, number, texts
 from tritonllm.errors import RequestError
+
+logger = logging.getLogger("tritonllm")
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4e38
 
 # Dividing logits by less would overflow float32; such a temperature already means "the best token".
 _SMALLEST_TEMPERATURE = 1e-6
+
+# What a generation_config.json may say about the choice of tokens, each with the value that means nothing. Those that
+# are no field of SamplingParams are not computed here.
+_CHECKPOINT_DEFAULTS: dict[str, float] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 _RULES: dict[str, Rule] = {
     "temperature": number(0, _FLOAT32_MAX),
@@ -23,6 +47,9 @@ _RULES: dict[str, Rule] = {
     "max_model_length": integer(1).or_none(),
     "skip_special_tokens": flag(),
     "stop_token_ids": integers(0, _INT32_MAX),
+    "stop": texts(),
+    "include_stop_str_in_output": flag(),
+    "n": integer(1),
 }
 
 
@@ -47,6 +74,12 @@ class SamplingParams:
         max_model_length: most tokens of prompt and output together, >= 1; None is the engine's limit.
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
         stop_token_ids: further ids that end the text, each >= 0.
+        stop: strings that end the text, none of them empty; one string will do. Found across tokens as well; of
+            several, the one that is complete first counts. They need a tokenizer.
+        include_stop_str_in_output: leave in the text what stopped it, stop string or token. Its tokens are among the
+            token ids in any case.
+        n: completions of each prompt, >= 1. They share the full blocks of the prompt and draw from noise of their own;
+            the first is what n = 1 gives.
     """
 
     temperature: float = 1.0
@@ -58,12 +91,67 @@ class SamplingParams:
     max_model_length: int | None = None
     skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop_token_ids, (list, set, frozenset)):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, (list, set, frozenset)):
+                object.__setattr__(self, name, tuple(value))
         check_fields(self, _RULES, RequestError)
         if self.temperature < _SMALLEST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Any, **changes: Any) -> SamplingParams:
+        """The sampling that a checkpoint's generation_config.json recommends.
+
+        Taken over are temperature, top-k, top-p and what else of the choice of tokens is a field here;
+        `"do_sample": false` is temperature 0. Lengths are the caller's, end-of-text ids the engine's. What the file
+        asks for and is not computed here is left out with a warning that names it.
+
+        Args:
+            checkpoint: an `LLMEngine`, or a local folder.
+            changes: fields that go before those of the file.
+
+        Raises:
+            RequestError: there is no such folder, its file is not readable, or a value is not valid.
+        """
+        config = getattr(checkpoint, "generation_config", None)
+        if config is None:
+            config = _read_generation_config(checkpoint)
+        asked = {name: config[name] for name in _CHECKPOINT_DEFAULTS if config.get(name) is not None}
+        if config.get("do_sample") is False:
+            asked = {"temperature": 0}
+        unknown = {
+            name: value
+            for name, value in asked.items()
+            if name not in cls.__dataclass_fields__ and value != _CHECKPOINT_DEFAULTS[name]
+        }
+        if unknown:
+            words = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
+            logger.warning("the checkpoint's generation_config.json asks for %s, which is not computed here", words)
+        known = {name: value for name, value in asked.items() if name in cls.__dataclass_fields__}
+        return cls(**{**known, **changes})
+
+
+def _read_generation_config(folder: Any) -> Mapping[str, Any]:
+    """generation_config.json of a local folder, empty if there is none."""
+    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
+        raise RequestError(f"checkpoint={folder!r} is not valid: give an LLMEngine, or a checkpoint's local folder.")
+    file = Path(folder) / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} is not readable as JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{file} must hold a JSON object, not {type(config).__name__}.")
+    return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from generation_table import GENERATION_MUTANTS
 from kernel_table import KERNEL_MUTANTS
 from mutant import Mutant
 
@@ -26,14 +27,14 @@ MUTANTS = (
     Mutant(
         "an arrival waits until the steady batch ends",
         _SCHEDULER,
-        "self._steady = None\n        seq.status = SequenceStatus.WAITING",
-        "seq.status = SequenceStatus.WAITING",
+        "self._steady = None\n        self.waiting.append(seq)",
+        "self.waiting.append(seq)",
     ),
     Mutant(
         "a request that has ended stays in the steady batch",
         _SCHEDULER,
-        "queue.remove(seq)\n        self._steady = None",
-        "queue.remove(seq)",
+        "self._release_samples(seq)\n        self._steady = None",
+        "self._release_samples(seq)",
     ),
     Mutant(
         "blocks that come back late are noticed by nobody",
@@ -262,7 +263,7 @@ MUTANTS = (
         "if False:\n            raise",
         LIFE,
     ),
-    Mutant("an interrupted call leaves its requests behind", _LOOP, "self.abandon(sequences)", "pass", LIFE),
+    Mutant("an interrupted call leaves its requests behind", _LOOP, "self.abandon([", "([", LIFE),
     Mutant(
         "every shard adds the bias",
         "tritonllm.models.linear",
@@ -271,4 +272,5 @@ MUTANTS = (
         ("tests/unit/test_layers.py",),
     ),
     *KERNEL_MUTANTS,
+    *GENERATION_MUTANTS,
 )

@@ -131,20 +131,25 @@ class FakeEngine:
         self._live: dict[int, Sequence] = {}
         self._prompts: dict[int, list[int]] = {}
         self._right: dict[int, int] = {}  # tokens of each that were compared with the model's
+        self._has_samples = False
         self._idle: Counter[int] = Counter()  # steps in a row that a running sequence got no token
 
-    def add(self, seq: Sequence) -> Sequence:
-        self.scheduler.add_sequence(seq)
-        self.sequences[seq.seq_id] = self._live[seq.seq_id] = seq
-        self._prompts[seq.seq_id] = list(seq.token_ids)
-        self._right[seq.seq_id] = len(seq)
+    def add(self, seq: Sequence, other_samples: list[Sequence] | None = None) -> Sequence:
+        self.scheduler.add_sequence(seq, other_samples or [])
+        self._has_samples |= bool(other_samples)
+        for sample in [seq, *(other_samples or [])]:
+            self.sequences[sample.seq_id] = self._live[sample.seq_id] = sample
+            self._prompts[sample.seq_id] = list(sample.token_ids)
+            self._right[sample.seq_id] = len(sample)
         return seq
 
     def step(self) -> StepPlan | None:
         before = {seq.seq_id: seq.length for seq in self.scheduler.running if seq.length < seq.max_length}
         plan = self.scheduler.schedule()
+        # Samples of one prompt need new blocks all at once, and those that are older take what others gave back.
+        older_came_first = self._has_samples and plan is not None and bool(plan.new_blocks)
         for seq in self.scheduler.running:
-            waits = before.get(seq.seq_id) == seq.length
+            waits = before.get(seq.seq_id) == seq.length and not older_came_first
             self._idle[seq.seq_id] = self._idle[seq.seq_id] + 1 if waits else 0
             assert self._idle[seq.seq_id] <= 2, "a running sequence waits although no step in flight is in its way"
         if plan is not None:
@@ -173,6 +178,7 @@ class FakeEngine:
         queues = (scheduler.waiting, scheduler.prefilling, scheduler.running)
         times = Counter(seq.seq_id for queue in queues for seq in queue)
         times.update(seq.seq_id for seq in scheduler._finished)
+        times.update(held.seq_id for queue in queues for seq in queue for held in seq.held_samples)
         in_flight = Counter(
             seq.seq_id
             for step in scheduler._in_flight

@@ -3,8 +3,8 @@
     python tests/unit/scheduler_soak.py --requests 20000
 
 A session is one random engine: rows, budget, pool, block size, end-of-text id. Its requests share beginnings, have
-seeds, stop ids and limits of their own, and are aborted anywhere, or meet NaN. At the end of a session all are finished
-and the pool is full.
+seeds, stop ids, limits and numbers of samples of their own, and are aborted anywhere, or meet NaN. At the end of a
+session all are finished and the pool is full.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from fake_runner import FakeEngine
 
 from tritonllm import SamplingParams, Sequence
+from tritonllm.engine.samples import samples_of
 from tritonllm.errors import RequestError
 
 SESSION = 100
@@ -88,10 +89,13 @@ def _add(generator: random.Random, engine: FakeEngine, beginnings: list[list[int
         ignore_eos=generator.random() < 0.5,
         seed=generator.randint(0, 1),
         stop_token_ids=generator.choice([(), (), (7,)]),
+        n=generator.choice([1] * 9 + [4]),
     )
     counts["requests"] += 1
     try:
-        engine.add(Sequence(prompt, params, block_size=engine.scheduler.block_size))
+        first, *others = samples_of(prompt, params, engine.scheduler.block_size, 0)
+        engine.add(first, others)
+        counts["further samples"] += len(others)
     except RequestError:
         counts["refused"] += 1
 

@@ -49,6 +49,7 @@ class FakeEngine:
     """Answers every prompt with itself in capitals, one token a step, and keeps what it was asked."""
 
     chat_template: str | None = "{{ messages }}"
+    generation_config: dict[str, Any] = {}
     made: list[FakeEngine] = []
 
     def __init__(self, config: Any) -> None:
@@ -164,6 +165,38 @@ class TestGenerate:
         run("generate", "m", "hi")
         assert engine.made[0].params == [SamplingParams(max_tokens=MAX_TOKENS)]
 
+    def test_options_of_the_end_and_of_the_text(self, run, engine) -> None:
+        options = "--stop END --stop ; --stop-token-id 7 --stop-token-id 9 --ignore-eos --include-stop --special-tokens"
+        run("generate", "m", "hi", *options.split())
+        run("chat", "m", *options.split(), stdin="hi\n")
+        expected = SamplingParams(
+            max_tokens=MAX_TOKENS,
+            stop=("END", ";"),
+            stop_token_ids=(7, 9),
+            ignore_eos=True,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+        )
+        assert [made.params for made in engine.made] == [[expected], [expected]]
+
+    def test_what_is_not_given_is_the_checkpoint_s_and_is_said(self, run, engine, monkeypatch) -> None:
+        monkeypatch.setattr(engine, "generation_config", {"temperature": 0.6, "top_p": 0.9, "top_k": 20})
+        code, out, err = run("generate", "m", "hi", "--top-k", "5")
+        assert (code, out) == (0, "HI\n")
+        assert err == "sampling as the checkpoint's generation_config.json has it: temperature=0.6, top_p=0.9\n"
+        assert engine.made[0].params == [SamplingParams(temperature=0.6, top_p=0.9, top_k=5, max_tokens=MAX_TOKENS)]
+        assert run("generate", "m", "hi", "-t", "0", "--top-p", "1", "--top-k", "0") == (0, "HI\n", "")
+        assert run("chat", "m", stdin="hi\n")[2].count("temperature=0.6, top_k=20, top_p=0.9") == 0
+        assert engine.made[2].params[0].top_k == 20
+
+    @pytest.mark.parametrize(("option", "writes"), [("--stream", ["H", "I", "\n"]), ("--no-stream", ["HI\n"])])
+    def test_text_comes_in_pieces_or_at_once(self, run, engine, monkeypatch, option: str, writes: list[str]) -> None:
+        written = []
+        write = sys.stdout.write
+        monkeypatch.setattr(sys.stdout, "write", lambda text: (written.append(text), write(text))[1])
+        assert run("generate", "m", "hi", option)[:2] == (0, "HI\n")
+        assert written == writes
+
     def test_without_a_seed_runs_differ(self, run, engine) -> None:
         run("generate", "m", "hi")
         run("generate", "m", "hi")
@@ -218,6 +251,8 @@ class TestErrors:
             (["--top-k", "-2"], "top_k=-2 is not valid"),
             (["--max-tokens", "0"], "max_tokens=0 is not valid"),
             (["--seed", "-1"], "seed=-1 is not valid"),
+            (["--stop", ""], "stop=('',) is not valid"),
+            (["--stop-token-id", "-1"], "stop_token_ids=(-1,) is not valid"),
             (["--device", "tpu"], "device='tpu' is not valid: give one of 'auto', 'cuda', 'cpu'"),
             (["--dtype", "int8"], "dtype='int8' is not valid"),
             (["--max-model-length", "0"], "max_model_length=0 is not valid"),

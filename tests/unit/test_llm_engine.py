@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 
 import pytest
@@ -28,7 +29,7 @@ def greedy(max_tokens: int | None = 5, **params) -> SamplingParams:
 class TestGenerate:
     def test_one_entry_a_prompt_under_every_key_in_the_order_of_the_prompts(self, engine) -> None:
         result = engine.generate(PROMPTS, [greedy(n) for n in (7, 1, 4)])
-        assert list(result) == ["text", "token_ids", "finish_reason", "usage", "errors"]
+        assert list(result) == ["text", "token_ids", "finish_reason", "stop_reason", "usage", "errors"]
         assert [len(tokens) for tokens in result["token_ids"]] == [7, 1, 4]
         assert result["finish_reason"] == ["length"] * 3
         assert result["errors"] == [None] * 3
@@ -49,7 +50,7 @@ class TestGenerate:
 
     def test_no_prompts_give_empty_lists(self, engine) -> None:
         assert engine.generate([], greedy()) == dict.fromkeys(
-            ("text", "token_ids", "finish_reason", "usage", "errors"), []
+            ("text", "token_ids", "finish_reason", "stop_reason", "usage", "errors"), []
         )
 
     def test_sampling_params_default(self, engine) -> None:
@@ -90,6 +91,18 @@ class TestGenerate:
             assert both["token_ids"] == first["token_ids"] * 2
             cached = (length - 1) // 16 * 16
             assert [r["usage"][0]["cached_tokens"] for r in (first, second, both)] == [0, cached, cached]
+
+    def test_a_progress_bar_on_request(self, engine, capsys) -> None:
+        expected = engine.generate(PROMPTS, greedy(9))["token_ids"]
+        assert capsys.readouterr() == ("", "")
+        assert engine.generate(PROMPTS, greedy(9), use_tqdm=True)["token_ids"] == expected
+        out, err = capsys.readouterr()
+        last = err.replace("\r", "\n").strip().splitlines()[-1]
+        assert out == ""
+        assert "generate: 100%" in last
+        assert "3/3" in last
+        assert re.search(r"prefill=[\d,]+ tokens/s, decode=[\d,]+ tokens/s", last)
+        assert engine.generate([], greedy(9), use_tqdm=True)["token_ids"] == []
 
 
 class TestText:

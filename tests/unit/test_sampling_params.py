@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ def test_defaults() -> None:
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
     assert (params.top_p, params.top_k, params.seed) == (1.0, 0, None)
     assert (params.max_model_length, params.skip_special_tokens, params.stop_token_ids) == (None, True, ())
+    assert (params.stop, params.include_stop_str_in_output) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,8 @@ def test_defaults() -> None:
         ("max_model_length", "integer >= 1, or None", [0, -1, 1.5, True, "8"]),
         ("skip_special_tokens", "True or False", [1, None, "yes"]),
         ("stop_token_ids", "integer from 0", [(-1,), [True], (1.0,), ["a"], 5, None, "ab", (2**31,)]),
+        ("stop", "a non-empty string or several", ["", ("",), ["a", ""], [1], (None,), None, 5, True, b"a", {"a": 1}]),
+        ("include_stop_str_in_output", "True or False", [1, None, "yes"]),
     ],
 )
 def test_out_of_range(field: str, allowed: str, refused: list[object]) -> None:
@@ -62,6 +68,7 @@ def test_values_with_one_meaning_are_stored_as_one() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     assert SamplingParams(temperature=1e-30) == SamplingParams(temperature=0)
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
+    assert SamplingParams(stop="\n") == SamplingParams(stop=["\n"]) == SamplingParams(stop=("\n",))  # type: ignore[arg-type]
 
 
 def test_is_immutable_and_checked_when_changed() -> None:
@@ -71,3 +78,69 @@ def test_is_immutable_and_checked_when_changed() -> None:
     assert dataclasses.replace(params, top_k=3).temperature == 0.5
     with pytest.raises(RequestError):
         dataclasses.replace(params, top_k=-3)
+
+
+class TestFromCheckpoint:
+    """The sampling that a generation_config.json recommends."""
+
+    @staticmethod
+    def folder(tmp_path: Path, content: object) -> Path:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            ({}, {}),
+            (
+                {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+                dict(temperature=0.6, top_p=0.9, top_k=20),
+            ),
+            ({"temperature": 0.6}, {"temperature": 0.6}),
+            ({"do_sample": False, "temperature": 0.6, "top_k": 20, "typical_p": 0.5}, {"temperature": 0}),
+            ({"do_sample": True, "top_p": None, "top_k": 0}, {}),
+            ({"max_length": 20, "max_new_tokens": 5, "eos_token_id": [1], "num_beams": 1}, {}),
+        ],
+    )
+    def test_what_the_file_says_and_nothing_else(self, tmp_path: Path, caplog, config: dict, expected: dict) -> None:
+        folder = self.folder(tmp_path, config)
+        assert (
+            SamplingParams.from_checkpoint(folder)
+            == SamplingParams.from_checkpoint(str(folder))
+            == SamplingParams(**expected)
+        )
+        assert caplog.messages == []
+
+    def test_the_caller_goes_first(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path, {"temperature": 0.6, "top_p": 0.9})
+        params = SamplingParams.from_checkpoint(folder, temperature=0, max_tokens=5)
+        assert params == SamplingParams(temperature=0, top_p=0.9, max_tokens=5)
+
+    def test_no_file_says_nothing(self, tmp_path: Path) -> None:
+        assert SamplingParams.from_checkpoint(tmp_path, seed=3) == SamplingParams(seed=3)
+
+    def test_what_is_not_computed_is_named(self, tmp_path: Path, caplog) -> None:
+        folder = self.folder(
+            tmp_path, {"temperature": 0.6, "typical_p": 0.5, "eta_cutoff": 0.0, "no_repeat_ngram_size": 3}
+        )
+        with caplog.at_level(logging.WARNING, "tritonllm"):
+            assert SamplingParams.from_checkpoint(folder) == SamplingParams(temperature=0.6)
+        assert caplog.messages == [
+            "the checkpoint's generation_config.json asks for typical_p=0.5, no_repeat_ngram_size=3, "
+            "which is not computed here"
+        ]
+
+    @pytest.mark.parametrize("config", [{"temperature": -1}, {"top_p": "0.9"}, ["temperature"], 5])
+    def test_a_file_that_makes_no_sense(self, tmp_path: Path, config: object) -> None:
+        with pytest.raises(RequestError):
+            SamplingParams.from_checkpoint(self.folder(tmp_path, config))
+
+    def test_no_json(self, tmp_path: Path) -> None:
+        (tmp_path / "generation_config.json").write_text("{")
+        with pytest.raises(RequestError, match="generation_config.json is not readable as JSON"):
+            SamplingParams.from_checkpoint(tmp_path)
+
+    @pytest.mark.parametrize("checkpoint", ["Qwen/Qwen3-0.6B", 5, None, "no/such/folder"])
+    def test_neither_an_engine_nor_a_folder(self, checkpoint: object) -> None:
+        with pytest.raises(RequestError, match="give an LLMEngine, or a checkpoint's local folder"):
+            SamplingParams.from_checkpoint(checkpoint)

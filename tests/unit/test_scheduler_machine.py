@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tritonllm import SamplingParams, Sequence
+from tritonllm.engine.samples import samples_of
 from tritonllm.errors import RequestError
 
 
@@ -33,10 +34,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_length=max_model_length,
         )
 
-    def add_prompt(self, prompt: list[int], max_tokens: int, ignore_eos: bool, seed: int = 0) -> None:
+    def add_prompt(self, prompt: list[int], max_tokens: int, ignore_eos: bool, seed: int = 0, n: int = 1) -> None:
         scheduler = self.engine.scheduler
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed)
-        seq = Sequence(prompt, params, block_size=scheduler.block_size)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed, n=n)
+        seq, *others = samples_of(prompt, params, scheduler.block_size, 0)
         pool = scheduler.block_manager.num_blocks * scheduler.block_size
         if len(prompt) > pool or len(prompt) >= (scheduler.max_model_length or len(prompt) + 1):
             waiting = list(scheduler.waiting)
@@ -44,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 scheduler.add_sequence(seq)
             assert list(scheduler.waiting) == waiting
         else:
-            self.engine.add(seq)
+            self.engine.add(seq, others)
 
     @rule(
         blocks=st.integers(0, 3),
@@ -54,10 +55,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         ignore_eos=st.booleans(),
         seed=st.integers(0, 1),
+        n=st.sampled_from([1, 1, 1, 2, 5]),
     )
-    def add(self, blocks, rest, token, tail, max_tokens, ignore_eos, seed):
+    def add(self, blocks, rest, token, tail, max_tokens, ignore_eos, seed, n):
         size = self.engine.scheduler.block_size
-        self.add_prompt([token] * (blocks * size + int(rest * size)) + [tail], max_tokens, ignore_eos, seed)
+        self.add_prompt([token] * (blocks * size + int(rest * size)) + [tail], max_tokens, ignore_eos, seed, n)
 
     @precondition(lambda self: self.engine.sequences)
     @rule(data=st.data(), extra=st.integers(0, 2), max_tokens=st.integers(1, 12))
@@ -85,6 +87,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.engine.scheduler.abort(seq) == (not finished)
         assert seq.finish_reason == "abort" or finished
         self.engine.check()
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(data=st.data())
+    def stop(self, data):
+        """A stop string is found in what was read."""
+        seq = self.draw(data)
+        if seq.completion_token_ids and seq.finish_reason != "abort":
+            self.engine.scheduler.stop(seq, "x")
+            assert (seq.finish_reason, seq.stop_reason) == ("stop", "x")
+            self.engine.check()
 
     def draw(self, data) -> Sequence:
         return self.engine.sequences[data.draw(st.sampled_from(sorted(self.engine.sequences)))]

@@ -215,6 +215,16 @@ class TestEndOfText:
         (tmp_path / "none" / "generation_config.json").unlink()
         assert make_engine(model_name_or_path=folder).scheduler.eos_token_ids == {1}
 
+    def test_the_rest_of_the_generation_config_is_at_hand(self, make_engine, llama, tmp_path) -> None:
+        folder = self.copy(llama, tmp_path / "more", generation=7)
+        file = tmp_path / "more" / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.6, "top_k": 20}))
+        engine = make_engine(model_name_or_path=folder)
+        assert engine.generation_config["eos_token_id"] == 7
+        expected = SamplingParams(temperature=0.6, top_k=20, max_tokens=9)
+        assert SamplingParams.from_checkpoint(engine, max_tokens=9) == expected
+        assert SamplingParams.from_checkpoint(folder, max_tokens=9) == expected
+
     def test_the_last_token_allowed_may_be_end_of_text(self, make_engine, llama, tmp_path, tokens) -> None:
         engine = make_engine(model_name_or_path=self.copy(llama, tmp_path / "last", config=tokens[4]))
         assert engine.generate([self.PROMPT], greedy(5, ignore_eos=False))["finish_reason"] == ["stop"]

@@ -10,12 +10,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tritonllm.cli.model_options import (
+    MAX_TOKENS,
+    Device,
+    DType,
+    EnforceEager,
+    IgnoreEos,
+    IncludeStop,
+    MaxModelLength,
+    MaxTokens,
+    Model,
+    Seed,
+    SpecialTokens,
+    Stats,
+    Stop,
+    StopTokenId,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    WorldSize,
+    from_options,
+    given_sampling,
+    sampling_for,
+)
 from tritonllm.cli.terminal import say, standard_input
-from tritonllm.errors import EngineError, RequestError, TritonLLMError
+from tritonllm.errors import EngineError, RequestError
 from tritonllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,31 +47,15 @@ if TYPE_CHECKING:
     from tritonllm.engine.llm_engine import LLMEngine
     from tritonllm.engine.outputs import StreamOutput
 
-_T = TypeVar("_T")
-
-MAX_TOKENS = 512
+Prompt = Annotated[str | None, typer.Argument(help="Read from standard input if left out.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")]
+Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes, or at once.")]
 
 CHAT_HELP = """\
 /clear   forget the conversation
 /help    show this
 /bye     leave, as Ctrl-D does
 Ctrl-C stops an answer; what it said so far stays in the conversation."""
-
-Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or name of a packaged model.")]
-Prompt = Annotated[str | None, typer.Argument(help="Read from standard input if left out.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")]
-System = Annotated[str | None, typer.Option("--system", "-s", help="System message in front of the conversation.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 always takes the most probable token.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample from the most probable tokens of this mass; 1 is off.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Sample from that many most probable tokens; 0 is off.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens. Random if left out.")]
-Stats = Annotated[bool, typer.Option("--stats", help="Print token counts and times to standard error.")]
-MaxModelLength = Annotated[int | None, typer.Option("--max-model-length", help="Most tokens of prompt and output.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
-DType = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
-WorldSize = Annotated[int, typer.Option("--world-size", help="Ranks that hold the model together, one a GPU.")]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs: starts sooner.")]
 
 
 def generate(
@@ -56,10 +64,16 @@ def generate(
     raw: Raw = False,
     system: System = None,
     max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = SamplingParams.temperature,
-    top_p: TopP = SamplingParams.top_p,
-    top_k: TopK = SamplingParams.top_k,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    include_stop: IncludeStop = False,
+    special_tokens: SpecialTokens = False,
+    stream: Stream = True,
     stats: Stats = False,
     max_model_length: MaxModelLength = None,
     device: Device = "auto",
@@ -69,11 +83,23 @@ def generate(
 ) -> None:
     """Answer one prompt, printing the text as it comes.
 
-    The prompt goes through the checkpoint's chat template if there is one.
+    The prompt goes through the checkpoint's chat template if there is one. Temperature, top-p and top-k that are not
+    given are those of the checkpoint's generation_config.json, which is then said on standard error.
     """
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template that --raw leaves out.")
-    params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
+    sampling = given_sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos,
+        include_stop_str_in_output=include_stop,
+        skip_special_tokens=not special_tokens,
+    )
     config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size)
     text = _read_prompt(prompt)
     with _engine(config, stats) as llm:
@@ -81,17 +107,22 @@ def generate(
             prompt_ids = _tokenize(llm, text)
         else:
             prompt_ids = llm.apply_chat_template([*_opening(system), _message("user", text)])
-        _answer(llm, prompt_ids, params, stats)
+        _answer(llm, prompt_ids, sampling_for(llm, sampling), stats, stream=stream)
 
 
 def chat(
     model: Model,
     system: System = None,
     max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = SamplingParams.temperature,
-    top_p: TopP = SamplingParams.top_p,
-    top_k: TopK = SamplingParams.top_k,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    include_stop: IncludeStop = False,
+    special_tokens: SpecialTokens = False,
     stats: Stats = False,
     max_model_length: MaxModelLength = None,
     device: Device = "auto",
@@ -100,7 +131,18 @@ def chat(
     world_size: WorldSize = 1,
 ) -> None:
     """Talk with a model that has a chat template. /help lists what else you can type."""
-    params = _sampling_params(max_tokens, temperature, top_p, top_k, seed)
+    sampling = given_sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos,
+        include_stop_str_in_output=include_stop,
+        skip_special_tokens=not special_tokens,
+    )
     config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size)
     prompt = ">>> " if standard_input().isatty() else ""
     with contextlib.suppress(ImportError):
@@ -108,6 +150,7 @@ def chat(
     with _engine(config, stats) as llm:
         if not _has_chat_template(llm):
             raise RequestError(f"{model!r} has no chat template: use `tritonllm generate`.")
+        params = sampling_for(llm, sampling)
         messages = _opening(system)
         for line in _lines(prompt):
             command = line.strip()
@@ -126,18 +169,12 @@ def chat(
 # ---- before the model is loaded ----
 
 
-def _sampling_params(max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None) -> SamplingParams:
-    return _from_options(
-        SamplingParams, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
-
-
 def _engine_config(
     model: str, max_model_length: int | None, device: str, dtype: str, enforce_eager: bool, world_size: int
 ) -> EngineConfig:
     from tritonllm.config import EngineConfig
 
-    return _from_options(
+    return from_options(
         EngineConfig,
         model_name_or_path=model,
         max_model_length=max_model_length,
@@ -148,14 +185,6 @@ def _engine_config(
         max_num_sequences=1,
         seed=secrets.randbits(64),
     )
-
-
-def _from_options(make: Callable[..., _T], **values: Any) -> _T:
-    """Make a checked value; what it refuses is wrong usage, told before anything is loaded."""
-    try:
-        return make(**values)
-    except TritonLLMError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -216,8 +245,10 @@ def _answer(
     params: SamplingParams,
     stats: bool,
     stopped: Callable[[], bool] = lambda: False,
+    *,
+    stream: bool = True,
 ) -> str:
-    """Print the completion of one prompt as it comes, until it ends or `stopped()`, and return its text."""
+    """Print the completion of one prompt until it ends or `stopped()`, as it comes or at once, and return its text."""
     text = ""
     num_tokens = 0
     finish_reason = error = None
@@ -229,12 +260,13 @@ def _answer(
         num_tokens += len(piece.token_ids)
         finish_reason, error = piece.finish_reason, piece.error
         text += piece.text
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
+        if stream:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
         if stopped():
             break
     seconds = time.perf_counter() - first
-    sys.stdout.write("\n")
+    sys.stdout.write("\n" if stream else f"{text}\n")
     sys.stdout.flush()
     if error is not None:
         raise EngineError(f"the answer broke off: {error}.")

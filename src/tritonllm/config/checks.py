@@ -88,6 +88,14 @@ def text() -> Rule:
     return Rule("a non-empty string", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
+def texts() -> Rule:
+    """A tuple of strings, none of them empty."""
+    return Rule(
+        "a non-empty string or several",
+        lambda value: isinstance(value, tuple) and all(isinstance(item, str) and item for item in value),
+    )
+
+
 def strings() -> Rule:
     """A list of strings, as JSON gives it."""
     return Rule(

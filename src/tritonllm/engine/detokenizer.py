@@ -6,40 +6,79 @@ from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+# Tokens decoded together: enough that most calls decode once, few enough that one decoding stays cheap.
+_WINDOW = 16
+
+# A character has four bytes at most, so what is no character after that many tokens will not become one.
+_MAX_HELD = 64
+
 
 def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
-    """Text of a whole completion; empty without a tokenizer."""
+    """Text of a whole completion, the same as a `Detokenizer` gives in pieces; empty without a tokenizer."""
     if tokenizer is None:
         return ""
-    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    text = _decode(tokenizer, token_ids, skip_special_tokens)
+    # Tokenizers disagree on bytes that are no character: some replace good neighbours as well, which a piece may have
+    # brought already.
+    return Detokenizer(tokenizer, skip_special_tokens).add(token_ids, last=True) if REPLACEMENT in text else text
 
 
 class Detokenizer:
     """Turns a growing completion into pieces of text that end on whole characters.
 
-    A character may be spread over several tokens, and some tokenizers write a token differently after another one. So
-    a piece is the difference of two decodings that start at the same earlier token, and it is held back while it ends
-    in a replacement character. The pieces joined are the text of all ids decoded at once.
+    A character may be spread over several tokens, and some tokenizers write a token differently after another one. So a
+    piece is what a decoding, from the same earlier token on, gained since the last piece, and it is held back while it
+    ends in a replacement character. The pieces do not depend on how many tokens come at a time.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None, which makes every text empty.
+        skip_special_tokens: leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []
-        self._anchor = 0  # both decodings start here
-        self._emitted = 0  # tokens whose text is out
+        self._window: list[int] = []  # the newest tokens; decodings start with the first of them
+        self._shown = ""  # text of the window that is out
+        self._num_shown = 0  # tokens of the window that it is made of
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
         """The text that `token_ids` complete; with `last`, whatever was held back as well."""
         if self._tokenizer is None:
             return ""
-        self._token_ids += token_ids
-        before = self._decode(self._anchor, self._emitted)
-        after = self._decode(self._anchor, len(self._token_ids))
-        if not last and (len(after) <= len(before) or after.endswith(REPLACEMENT)):
-            return ""
-        self._anchor, self._emitted = self._emitted, len(self._token_ids)
-        return after[len(before) :]
+        pieces = [self._add(token_id) for token_id in token_ids]
+        if last:
+            pieces.append(self._gain(self._decode()))
+        return "".join(pieces)
 
-    def _decode(self, start: int, stop: int) -> str:
-        return decode(self._tokenizer, self._token_ids[start:stop], self._skip_special_tokens)
+    def _add(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        if text.endswith(REPLACEMENT) and len(self._window) - self._num_shown < _MAX_HELD:
+            return ""
+        piece = self._gain(text)
+        if piece:
+            if len(self._window) > _WINDOW:
+                del self._window[: self._num_shown]
+                text = self._decode()
+            self._shown = text
+            self._num_shown = len(self._window)
+        elif self._shown and text == self._shown:  # a special token that is left out
+            self._window.pop()
+        return piece
+
+    def _gain(self, text: str) -> str:
+        """What the text of the window has that is not out."""
+        if not text.startswith(self._shown):  # bytes that turned out to be no character, right after some that are one
+            del self._window[: self._num_shown]
+            self._shown, self._num_shown = "", 0
+            text = self._decode()
+        return text[len(self._shown) :]
+
+    def _decode(self) -> str:
+        return _decode(self._tokenizer, self._window, self._skip_special_tokens)
+
+
+def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
+    # Cleaning up would take back spaces that a piece has brought.
+    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -10,15 +10,17 @@ from types import TracebackType
 from typing import Any
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.detokenizer import Detokenizer, decode
+from tritonllm.engine.completion import Completion
 from tritonllm.engine.launch_place import launch_place
 from tritonllm.engine.model_runner import ModelRunner
-from tritonllm.engine.outputs import RequestOutput, StreamOutput
+from tritonllm.engine.outputs import RequestOutput, StreamOutput, as_result
+from tritonllm.engine.progress import show_progress
 from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
+from tritonllm.engine.samples import samples_of
 from tritonllm.engine.scheduler import Scheduler
-from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_loop import StepLoop
+from tritonllm.errors import RequestError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
@@ -50,6 +52,8 @@ class LLMEngine:
     Attributes:
         config: the configuration in effect, frozen.
         tokenizer: the checkpoint's, None for dummy weights.
+        generation_config: the checkpoint's generation_config.json, empty if it has none; see
+            `SamplingParams.from_checkpoint`.
         scheduler, runner: the two halves below.
 
     Raises:
@@ -72,6 +76,7 @@ class LLMEngine:
         resolved = resolve_model(engine_config, spec=spec)
         self.tokenizer = resolved.tokenizer
         self.model_config = resolved.config
+        self.generation_config = dict(resolved.checkpoint.generation_config) if resolved.checkpoint else {}
         self.runner = ModelRunner(engine_config, resolved=resolved)
         # At interpreter exit, or when the engine is collected, whichever comes first.
         self._finalizer = weakref.finalize(self, self.runner.call, "exit")
@@ -107,18 +112,18 @@ class LLMEngine:
             KeyboardInterrupt: nothing was queued.
         """
         loop = self._loop
-        seq: Sequence | None = None
+        completions: list[Completion] = []
         try:
             with loop.guard.turn():
                 loop.require_usable()
                 (params,) = as_params_list(sampling_params, 1)
-                seq = self._queue(self._check(prompt, params), params)
-                loop.requests[seq.seq_id] = seq
-                return seq.seq_id
+                completions = self.queue_prompt(prompt, params)
+                loop.requests.update((completion.seq.seq_id, completion) for completion in completions)
+                return completions[0].request_id
         except KeyboardInterrupt:
-            if seq is not None:
-                loop.requests.pop(seq.seq_id, None)
-                loop.abandon([seq])
+            for completion in completions:
+                loop.requests.pop(completion.seq.seq_id, None)
+            loop.abandon([completion.seq for completion in completions])
             raise
 
     def abort(self, seq_id: int) -> bool:
@@ -129,8 +134,8 @@ class LLMEngine:
         """
         with self._loop.guard.turn():
             self._loop.require_usable(closed_too=True)
-            seq = self._loop.requests.get(seq_id) if isinstance(seq_id, int) else None
-            return seq is not None and self.scheduler.abort(seq)
+            samples = [it.seq for it in self._loop.requests.values() if it.request_id == seq_id]
+            return any([self.scheduler.abort(seq) for seq in samples])
 
     def step(self) -> tuple[list[RequestOutput], int, bool]:
         """Launch the next step, if there is work, and read the step before it.
@@ -143,52 +148,52 @@ class LLMEngine:
             KeyboardInterrupt: after the step; what it found finished is returned by the next call.
         """
         loop = self._loop
-        finished: list[Sequence] = []
+        finished: list[Completion] = []
         try:
             with loop.guard.turn():
-                finished, num_tokens, is_prefill = loop.advance()
-                for seq in finished:
-                    del loop.requests[seq.seq_id]
-                return [RequestOutput.of(seq) for seq in finished], num_tokens, is_prefill
+                sequences, num_tokens, is_prefill = loop.advance()
+                finished = [loop.requests.pop(seq.seq_id) for seq in sequences]
+                return [completion.output() for completion in finished], num_tokens, is_prefill
         except KeyboardInterrupt:
-            loop.requests.update((seq.seq_id, seq) for seq in finished)
-            self.scheduler.keep_finished(finished)
+            loop.requests.update((completion.seq.seq_id, completion) for completion in finished)
+            self.scheduler.keep_finished([completion.seq for completion in finished])
             raise
 
     def generate(
         self,
         prompts: Prompt | ListOf[Prompt],
         sampling_params: SamplingParams | ListOf[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> dict[str, list[Any]]:
         """Complete prompts and wait for all of them; requests already in the engine go on beside them.
 
         Args:
             prompts: strings or lists of token ids, or one of them.
             sampling_params: one for all prompts, or one for each.
+            use_tqdm: show a progress bar on standard error, with tokens per second.
 
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
-            "error"), `usage` (token counts) and `errors` (None, or why that request failed).
+            "error"), `stop_reason` (the token id or stop string that stopped it, else None), `usage` (token counts) and
+            `errors` (None, or why that request failed). With `SamplingParams.n` above 1 an entry is the list of that
+            prompt's completions, but for `usage`.
 
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
         """
         with self._loop.guard.turn():
             requests = self._check_all(prompts, sampling_params)
-            with self._loop.queued(lambda: self._queue_all(requests)) as sequences:
-                for _ in self._loop.steps_until_finished(sequences):
-                    pass
-            outputs = [RequestOutput.of(seq) for seq in sequences]
-            return {
-                "text": [
-                    decode(self.tokenizer, output.token_ids, params.skip_special_tokens)
-                    for output, (_, params) in zip(outputs, requests, strict=True)
-                ],
-                "token_ids": [output.token_ids for output in outputs],
-                "finish_reason": [output.finish_reason for output in outputs],
-                "usage": [output.usage for output in outputs],
-                "errors": [output.error for output in outputs],
-            }
+            with self._loop.queued(lambda: self._queue_all(requests)) as completions:
+                steps = self._loop.steps_until_finished(completions)
+                if use_tqdm:
+                    show_progress(steps, completions)
+                else:
+                    for _ in steps:
+                        pass
+            outputs: list[list[RequestOutput]] = [[] for _ in requests]
+            for completion in completions:
+                outputs[completion.index].append(completion.output())
+            return as_result(outputs)
 
     def stream(
         self,
@@ -254,8 +259,23 @@ class LLMEngine:
 
     # ---- below the surface ----
 
+    def queue_prompt(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
+        """Queue one prompt for a caller that steps `step_loop` itself and follows the completions, `params.n` of them.
+
+        Raises:
+            RequestError: it can never be served; nothing was queued.
+        """
+        return self._queue(self._check(prompt, params), params)
+
+    @property
+    def step_loop(self) -> StepLoop:
+        """What steps the engine; for whoever owns it from another thread."""
+        return self._loop
+
     def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that can be served."""
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids, or set the tokenizer key")
         token_ids = tokenize(prompt, self.tokenizer, self.model_config.vocab_size)
         self.scheduler.check(len(token_ids), params.max_model_length)
         return token_ids
@@ -266,33 +286,36 @@ class LLMEngine:
         self._loop.require_usable()
         return as_requests(prompts, sampling_params, self._check)
 
-    def _queue(self, token_ids: list[int], params: SamplingParams) -> Sequence:
+    def _queue(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> list[Completion]:
         # Requests without a seed draw from the engine's, each from a stream of its own.
         seed = (self.config.seed + self._num_requests * 0x9E3779B97F4A7C15) % 2**64
-        seq = Sequence(token_ids, params, block_size=self.config.block_size, seed=seed)
-        self.scheduler.add_sequence(seq)
+        first, *others = samples_of(token_ids, params, self.config.block_size, seed)
+        self.scheduler.add_sequence(first, others)
         self._num_requests += 1
-        return seq
+        completions = [
+            Completion(seq, self.tokenizer, index, sample, first.seq_id) for sample, seq in enumerate([first, *others])
+        ]
+        self._loop.watched += [completion for completion in completions if completion.has_stop_strings]
+        return completions
 
-    def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
-        return [self._queue(token_ids, params) for token_ids, params in requests]
+    def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+        return [
+            completion
+            for index, (token_ids, params) in enumerate(requests)
+            for completion in self._queue(token_ids, params, index)
+        ]
 
     def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
-        detokenizers = [Detokenizer(self.tokenizer, params.skip_special_tokens) for _, params in requests]
-        sent = [0] * len(requests)
-        live = list(range(len(requests)))
-        with self._loop.queued(lambda: self._queue_all(requests)) as sequences:
-            for _ in self._loop.steps_until_finished(sequences):
-                for index in list(live):
-                    seq = sequences[index]
-                    token_ids = seq.completion_token_ids[sent[index] :]
-                    if not token_ids and not seq.is_finished:
-                        continue
-                    sent[index] += len(token_ids)
-                    text = detokenizers[index].add(token_ids, last=seq.is_finished)
-                    if seq.is_finished:
-                        live.remove(index)
-                    yield StreamOutput(index, text, token_ids, seq.finish_reason, seq.error)
+        with self._loop.queued(lambda: self._queue_all(requests)) as completions:
+            live = completions
+            steps = self._loop.steps_until_finished(completions)
+            while live:
+                next(steps, None)  # None if the steps of other calls have finished these
+                for completion in live:
+                    piece = completion.next_piece()
+                    if piece is not None:
+                        yield piece
+                live = [completion for completion in live if not completion.all_sent]
 
 
 def _engine_config(config: Mapping[str, Any] | EngineConfig | str, keys: dict[str, Any]) -> EngineConfig:

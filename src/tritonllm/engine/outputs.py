@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-from tritonllm.engine.sequence import Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class RequestOutput:
         error: one sentence if the reason is "error".
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
+        stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
+        sample: which of the prompt's completions it is, 0 unless `SamplingParams.n` asks for several.
     """
 
     seq_id: int
@@ -27,20 +29,17 @@ class RequestOutput:
     error: str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    stop_reason: int | str | None = None
+    sample: int = 0
+    _decode: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[int | list[int]]:
         return iter((self.seq_id, self.token_ids))
 
-    @classmethod
-    def of(cls, seq: Sequence) -> RequestOutput:
-        return cls(
-            seq.seq_id,
-            seq.completion_token_ids,
-            seq.finish_reason or "error",
-            seq.error,
-            seq.num_prompt_tokens,
-            seq.num_cached_tokens,
-        )
+    @cached_property
+    def text(self) -> str:
+        """The completion as text; decoded when it is first asked for."""
+        return self._decode()
 
     @property
     def usage(self) -> dict[str, int]:
@@ -62,6 +61,8 @@ class StreamOutput:
         token_ids: the tokens read since the last piece.
         finish_reason: None until the last piece of this prompt.
         error: one sentence if the reason is "error".
+        stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
+        sample: which completion of that prompt, 0 unless `SamplingParams.n` asks for several.
     """
 
     index: int
@@ -69,3 +70,29 @@ class StreamOutput:
     token_ids: list[int]
     finish_reason: str | None
     error: str | None = None
+    stop_reason: int | str | None = None
+    sample: int = 0
+
+
+def as_result(outputs: list[list[RequestOutput]]) -> dict[str, list[Any]]:
+    """What `LLMEngine.generate` returns.
+
+    Args:
+        outputs: the samples of each prompt. Of several, an entry is their list, but for `usage`, which counts their
+            tokens together and those of the prompt once.
+    """
+    return {
+        "text": [_entry([output.text for output in samples]) for samples in outputs],
+        "token_ids": [_entry([output.token_ids for output in samples]) for samples in outputs],
+        "finish_reason": [_entry([output.finish_reason for output in samples]) for samples in outputs],
+        "stop_reason": [_entry([output.stop_reason for output in samples]) for samples in outputs],
+        "usage": [
+            {**samples[0].usage, "completion_tokens": sum(len(output.token_ids) for output in samples)}
+            for samples in outputs
+        ],
+        "errors": [_entry([output.error for output in samples]) for samples in outputs],
+    }
+
+
+def _entry(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values

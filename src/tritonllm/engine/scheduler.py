@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from tritonllm.engine.block_manager import BlockManager
 from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
 from tritonllm.engine.rows import RowPlacement
+from tritonllm.engine.scheduler_messages import check_prompt_length, describe_state
 from tritonllm.engine.sequence import Sequence, SequenceStatus
 from tritonllm.engine.steady_batch import SteadyBatch
-from tritonllm.errors import EngineError, RequestError
+from tritonllm.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,16 @@ class Scheduler:
             num_prompt_tokens: length of the prompt.
             max_model_length: the request's own limit on prompt and completion.
         """
-        pool = self.block_manager.num_blocks * self.block_size
-        if num_prompt_tokens == 0:
-            raise RequestError("the prompt is empty; give at least one token")
-        for limit, name in ((self.max_model_length, "max_model_length"), (max_model_length, "the request's own limit")):
-            if limit is not None and num_prompt_tokens >= limit:
-                raise RequestError(
-                    f"the prompt has {num_prompt_tokens} tokens and leaves no room under {name} = {limit}"
-                )
-        if num_prompt_tokens > pool:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens and can never fit the KV cache of {pool} "
-                f"({self.block_manager.num_blocks} blocks of {self.block_size}); raise max_cached_blocks or "
-                "gpu_memory_utilization"
-            )
+        limits = {"max_model_length": self.max_model_length, "the request's own limit": max_model_length}
+        check_prompt_length(num_prompt_tokens, limits, self.block_manager)
 
-    def add_sequence(self, seq: Sequence) -> None:
+    def add_sequence(self, seq: Sequence, other_samples: TokenIds[Sequence] = ()) -> None:
         """Queue a request.
+
+        Args:
+            seq: its sequence.
+            other_samples: more sequences of the same prompt and parameters. They enter the queue, at its head, when the
+                first token of `seq` is read: then the full blocks of the prompt are there to be shared.
 
         Raises:
             RequestError: it can never be served; the queue is as before.
@@ -99,16 +93,18 @@ class Scheduler:
         params = seq.sampling_params
         self.check(seq.num_prompt_tokens, params.max_model_length)
         # The last token of a completion is never stored, so a full pool yields one token more than it holds.
-        limits = [self.block_manager.num_blocks * self.block_size + 1]
-        if params.max_tokens is not None:
-            limits.append(seq.num_prompt_tokens + params.max_tokens)
-        limits += [limit for limit in (self.max_model_length, params.max_model_length) if limit is not None]
-        seq.max_length = min(limits)
-        seq.end_token_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.eos_token_ids
-        )
+        pool = self.block_manager.num_blocks * self.block_size + 1
+        wanted = None if params.max_tokens is None else seq.num_prompt_tokens + params.max_tokens
+        limits = (pool, wanted, self.max_model_length, params.max_model_length)
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        for sample in (seq, *other_samples):
+            sample.max_length = min(limit for limit in limits if limit is not None)
+            sample.end_token_ids = eos_token_ids.union(params.stop_token_ids)
+            sample.status = SequenceStatus.WAITING
+        for sample in other_samples:
+            seq.held_samples.append(sample)
+            sample.held_in = seq.held_samples
         self._steady = None
-        seq.status = SequenceStatus.WAITING
         self.waiting.append(seq)
 
     def is_finished(self) -> bool:
@@ -142,7 +138,7 @@ class Scheduler:
         if not decoding and not prefilled:
             if not self._in_flight and self.has_requests:
                 raise EngineError(
-                    f"nothing can run although requests are left, a fault of the scheduler: {self._state()}"
+                    f"nothing can run although requests are left, a fault of the scheduler: {describe_state(self)}"
                 )
             return None
         rows = self._rows.place(decoding, new_blocks)
@@ -222,18 +218,10 @@ class Scheduler:
         self._finish(seq, "abort")
         return True
 
-    def _state(self) -> str:
-        """Queues, blocks and budget in one line."""
-        manager = self.block_manager
-        longest = max(
-            (seq.length for queue in (self.waiting, self.prefilling, self.running) for seq in queue), default=0
-        )
-        return (
-            f"{len(self.waiting)} waiting, {len(self.prefilling)} in their prompt, {len(self.running)} running, the "
-            f"longest of {longest} tokens; {manager.num_free_blocks} of {manager.num_blocks} blocks of "
-            f"{self.block_size} free; at most {self.max_num_batched_tokens} tokens and {self.max_num_sequences} "
-            f"sequences a step; {len(self._in_flight)} steps in flight"
-        )
+    def stop(self, seq: Sequence, stop_string: str) -> None:
+        """End a request whose last token, which may have ended it already, completed a stop string."""
+        self.abort(seq)
+        seq.finish_reason, seq.stop_reason = "stop", stop_string
 
     def _read(self, seq: Sequence, num_stored: int, token: int | None) -> None:
         """One sequence's part of a step that has been read: `num_stored` keys are there, `token` was sampled."""
@@ -252,7 +240,10 @@ class Scheduler:
         if token is None:
             return
         seq.append_token(token)
+        if seq.held_samples:
+            self._release_samples(seq)
         if token in seq.end_token_ids:
+            seq.stop_reason = token
             self._finish(seq, "stop")
         elif len(seq) >= seq.max_length:
             self._finish(seq, "length")
@@ -263,13 +254,21 @@ class Scheduler:
             SequenceStatus.PREFILLING: self.prefilling,
             SequenceStatus.RUNNING: self.running,
         }[seq.status]
-        queue.remove(seq)
+        (queue if seq.held_in is None else seq.held_in).remove(seq)
+        self._release_samples(seq)
         self._steady = None
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        seq.error = error
+        seq.finish_reason, seq.error = reason, error
         self._finished.append(seq)
         self._release(seq)
+
+    def _release_samples(self, seq: Sequence) -> None:
+        """Let the other samples of a prompt in, before whoever came later."""
+        for sample in reversed(seq.held_samples):
+            sample.held_in = None
+            self.waiting.appendleft(sample)
+            self._steady = None
+        seq.held_samples.clear()
 
     def _release(self, seq: Sequence) -> None:
         if seq.num_steps_in_flight == 0:

@@ -47,6 +47,8 @@ class Sequence:
         max_length: prompt and completion end here; set when the scheduler admits the request.
         end_token_ids: ids that end the text; set then, too.
         sampling: how its tokens are chosen.
+        finish_reason: "stop", "length", "abort" or "error" once it is finished.
+        stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
         block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
         num_cached_tokens: tokens found in the prefix cache when the sequence was first admitted.
         num_computed_tokens: tokens whose keys and values are stored, or will be by a step already launched.
@@ -54,6 +56,8 @@ class Sequence:
         num_steps_in_flight: launched, unread steps that write to this sequence's blocks.
         row: row of the decode state on the device, -1 if none.
         token_source: where the device holds the unread token.
+        held_samples: other samples of the same prompt, which wait for this one to compute it.
+        held_in: that list, in a sample that is in it.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Sequence:
         self.end_token_ids: frozenset[int] = frozenset()
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.block_table: list[int] = []
         self.num_registered_blocks = 0
@@ -88,6 +93,8 @@ class Sequence:
         self.admission = -1
         self.row = -1
         self.token_source = -1
+        self.held_samples: list[Sequence] = []
+        self.held_in: list[Sequence] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

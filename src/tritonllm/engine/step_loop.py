@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tritonllm.engine.completion import Completion
 from tritonllm.engine.guard import EngineGuard
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.scheduler import Scheduler
@@ -22,6 +23,7 @@ class StepLoop:
     Attributes:
         guard: whose turn it is.
         requests: by id, those that `LLMEngine.step` reports; not those of a generate or stream call.
+        watched: requests with stop strings, looked at after every step.
         closed: set when the runner has given back its memory.
         num_steps, num_processed_tokens: launched so far.
     """
@@ -30,7 +32,8 @@ class StepLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.guard = EngineGuard()
-        self.requests: dict[int, Sequence] = {}
+        self.requests: dict[int, Completion] = {}
+        self.watched: list[Completion] = []
         self.closed = False
         self.num_steps = 0
         self.num_processed_tokens = 0
@@ -64,6 +67,8 @@ class StepLoop:
             # The host stays one step behind: with a step launched just now, read the one before it.
             if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
                 finished += self.scheduler.postprocess(self.runner.collect())
+            if self.watched:
+                finished += self._stop_at_strings()
         except BaseException as error:
             # The scheduler may count on a step that the device never saw, so no later token could be trusted.
             self._failure = (
@@ -78,25 +83,30 @@ class StepLoop:
         return self._reported(finished), plan.num_tokens if plan else 0, bool(plan and plan.chunks)
 
     @contextmanager
-    def queued(self, make: Callable[[], list[Sequence]]) -> Iterator[list[Sequence]]:
-        """The sequences that `make` queues for a call; whatever ends the call early aborts those that are left."""
-        sequences: list[Sequence] = []
+    def queued(self, make: Callable[[], list[Completion]]) -> Iterator[list[Completion]]:
+        """The requests that `make` queues for a call; whatever ends the call early aborts those that are left."""
+        completions: list[Completion] = []
         try:
             with self.guard.turn():
                 self.require_usable()
-                sequences += make()
-            yield sequences
+                completions += make()
+            yield completions
         finally:
-            self.abandon(sequences)
+            self.abandon([completion.seq for completion in completions])
 
-    def steps_until_finished(self, sequences: list[Sequence]) -> Iterator[None]:
-        """Step until these are done, keeping what else finishes for `LLMEngine.step`."""
-        while not all(seq.is_finished for seq in sequences):
+    def steps_until_finished(self, completions: list[Completion]) -> Iterator[tuple[int, bool]]:
+        """Step until these are done, keeping what else finishes for `LLMEngine.step`.
+
+        Yields:
+            Tokens of the step launched, and whether it held prompt tokens.
+        """
+        while not all(completion.seq.is_finished for completion in completions):
             with self.guard.turn():
-                self.scheduler.keep_finished(self.advance()[0])
+                finished, num_tokens, is_prefill = self.advance()
+                self.scheduler.keep_finished(finished)
                 if self.guard.interrupted:
                     raise KeyboardInterrupt
-            yield
+            yield num_tokens, is_prefill
 
     def abandon(self, sequences: list[Sequence]) -> None:
         """Abort what is left of these and, with nobody else there, read the surplus: an idle engine holds no blocks.
@@ -112,6 +122,15 @@ class StepLoop:
             self.scheduler.keep_finished(self._reported(self.scheduler.take_finished()))
             while self.scheduler.num_steps_in_flight and not self.scheduler.has_requests:
                 self.scheduler.keep_finished(self.advance()[0])
+
+    def _stop_at_strings(self) -> list[Sequence]:
+        """End the requests whose last token completed a stop string; returns those that went on until now."""
+        for completion in self.watched:
+            stop_string = completion.read()
+            if stop_string is not None and completion.seq.finish_reason not in ("abort", "error"):
+                self.scheduler.stop(completion.seq, stop_string)
+        self.watched = [completion for completion in self.watched if not completion.seq.is_finished]
+        return self.scheduler.take_finished()
 
     def _reported(self, finished: list[Sequence]) -> list[Sequence]:
         return [seq for seq in finished if seq.seq_id in self.requests]

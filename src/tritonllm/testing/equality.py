@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tritonllm.engine.async_llm_engine import AsyncLLMEngine
 from tritonllm.engine.llm_engine import LLMEngine
 from tritonllm.sampling_params import SamplingParams
 
@@ -116,6 +118,11 @@ def way_engine(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any], **changes: Any
 ) -> LLMEngine:
     """An engine with room for all prompts at once, unless `changes` say otherwise."""
+    return LLMEngine(name_or_path, **way_keys(prompts, params, {**keys, **changes}))
+
+
+def way_keys(prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of such an engine."""
     lengths = _lengths(prompts, params)
     sized = {
         "block_size": BLOCK_SIZE,
@@ -124,7 +131,7 @@ def way_engine(
         "max_num_batched_tokens": sum(lengths),
         "max_cached_blocks": sum(-(-length // BLOCK_SIZE) for length in lengths) + len(prompts),
     }
-    return LLMEngine(name_or_path, **{**sized, **keys, **changes})
+    return {**sized, **keys}
 
 
 def _way(**changes: Any) -> Way:
@@ -174,11 +181,51 @@ def _joining(
 def _streamed(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
 ) -> list[Tokens]:
+    return _stream(name_or_path, prompts, params, keys)
+
+
+@register_way("streamed, with a stop string that never comes")
+def _streamed_with_stop_string(
+    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
+) -> list[Tokens]:
+    return _stream(name_or_path, prompts, params, keys, stop=("never" * 20,))
+
+
+def _stream(
+    name_or_path: str,
+    prompts: list[Tokens],
+    params: list[SamplingParams],
+    keys: dict[str, Any],
+    stop: tuple[str, ...] = (),
+) -> list[Tokens]:
     completions: list[Tokens] = [[] for _ in prompts]
+    texts = [""] * len(prompts)
     with way_engine(name_or_path, prompts, params, keys) as engine:
+        if engine.tokenizer is not None:  # without one there are no texts to stop at
+            params = [dataclasses.replace(param, stop=stop) for param in params]
         for piece in engine.stream(prompts, params):
             completions[piece.index] += piece.token_ids
+            texts[piece.index] += piece.text
+        whole = engine.generate(prompts, params)["text"]
+    for index, (joined, text) in enumerate(zip(texts, whole, strict=True)):
+        if joined != text:
+            raise AssertionError(f"streamed: the pieces of prompt {index} join to {joined!r}, and the text is {text!r}")
     return completions
+
+
+@register_way("asynchronous")
+def _asynchronous(
+    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
+) -> list[Tokens]:
+    async def complete(engine: AsyncLLMEngine, prompt: Tokens, param: SamplingParams) -> Tokens:
+        return [token async for piece in engine.generate(prompt, param) for token in piece.token_ids]
+
+    async def complete_all() -> list[Tokens]:
+        async with AsyncLLMEngine(name_or_path, **way_keys(prompts, params, keys)) as engine:
+            pairs = zip(prompts, params, strict=True)
+            return await asyncio.gather(*(complete(engine, prompt, param) for prompt, param in pairs))
+
+    return asyncio.run(complete_all())
 
 
 @register_way("prefix cache")

@@ -1,0 +1,37 @@
+"""Several samples of one prompt: each a sequence with a noise stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from dataclasses import replace
+
+from tritonllm.engine.sequence import Sequence
+from tritonllm.sampling_params import SamplingParams
+
+
+def samples_of(token_ids: TokenIds[int], params: SamplingParams, block_size: int, seed: int) -> list[Sequence]:
+    """The `params.n` sequences of a request; the first is what the request would be with n = 1.
+
+    Args:
+        token_ids: the prompt.
+        params: of the request.
+        block_size: tokens of one cache block.
+        seed: of a request that brings none.
+    """
+    own = seed if params.seed is None else params.seed
+    first = Sequence(token_ids, params, block_size=block_size, seed=own)
+    others = (replace(params, seed=sample_seed(own, sample)) for sample in range(1, params.n))
+    return [first, *(Sequence(token_ids, other, block_size=block_size) for other in others)]
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of one of several samples of a prompt; that of sample 0 is `seed` itself.
+
+    The finalizer of splitmix64, so that samples of one request share no seed with requests whose seeds are near.
+    """
+    if sample == 0:
+        return seed
+    mixed = (seed ^ (sample * 0xD1342543DE82EF95)) % 2**64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+    return mixed ^ (mixed >> 31)

@@ -1,0 +1,79 @@
+"""Faults of text, samples and coroutines."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+STOP = ("tests/unit/test_stop_strings.py",)
+TEXT = ("tests/unit/test_detokenizer.py",)
+SAMPLES = ("tests/unit/test_samples.py",)
+COROUTINES = ("tests/unit/test_async_engine.py",)
+
+_STOP = "tritonllm.engine.stop_strings"
+_TEXT = "tritonllm.engine.detokenizer"
+_COMPLETION = "tritonllm.engine.completion"
+_SCHEDULER = "tritonllm.engine.scheduler"
+_THREAD = "tritonllm.engine.engine_thread"
+_MAILBOX = "tritonllm.engine.mailbox"
+
+GENERATION_MUTANTS = (
+    Mutant("nothing is held back for a stop string", _STOP, "len(text) - self._num_open(text)", "len(text)", STOP),
+    Mutant("what was held back is lost at the end", _STOP, "len(text) if last else", "", STOP),
+    Mutant("the stop string that begins first counts", _STOP, "+ len(stop), -len(stop)", ", -len(stop)", STOP),
+    Mutant(
+        "stop strings are looked for when the stream is read",
+        "tritonllm.engine.step_loop",
+        "finished += self._stop_at_strings()",
+        "pass",
+        STOP,
+    ),
+    Mutant(
+        "a length limit hides a stop string",
+        _SCHEDULER,
+        "self.abort(seq)\n        seq.finish_reason, seq.stop_reason",
+        "if not self.abort(seq):\n            return\n        seq.finish_reason, seq.stop_reason",
+        STOP,
+    ),
+    Mutant("the text has the token that stopped it", _COMPLETION, "stop -= 1", "pass", STOP),
+    Mutant("half a character goes out", _TEXT, "if text.endswith(REPLACEMENT) and", "if False and", TEXT),
+    Mutant("bytes without end are held for ever", _TEXT, "< _MAX_HELD", "< 10**9", TEXT),
+    Mutant(
+        "the window begins in the middle",
+        _TEXT,
+        "del self._window[: self._num_shown]\n                text",
+        "text",
+        TEXT,
+    ),
+    Mutant(
+        "spaces are cleaned up", _TEXT, "clean_up_tokenization_spaces=False", "clean_up_tokenization_spaces=None", TEXT
+    ),
+    Mutant("all samples draw the same noise", "tritonllm.engine.samples", "sample_seed(own, sample)", "own", SAMPLES),
+    Mutant(
+        "other samples wait until the steady batch ends",
+        _SCHEDULER,
+        "appendleft(sample)\n            self._steady = None",
+        "appendleft(sample)",
+        SAMPLES,
+    ),
+    Mutant("other samples go to the end of the queue", _SCHEDULER, "appendleft(sample)", "append(sample)", SAMPLES),
+    Mutant(
+        "other samples do not outlive the first",
+        _SCHEDULER,
+        "self._release_samples(seq)\n        self._steady",
+        "self._steady",
+        SAMPLES,
+    ),
+    Mutant(
+        "a request that is left goes on", _THREAD, "self._engine.scheduler.abort(completion.seq)", "pass", COROUTINES
+    ),
+    Mutant("nobody wakes the thread for those who wait", _THREAD, "bool(self._backlog) or not", "not", COROUTINES),
+    Mutant("there is no limit on requests", _THREAD, "len(self._live) < self._max_requests", "True", COROUTINES),
+    Mutant(
+        "a slow consumer gets the newest piece alone",
+        _MAILBOX,
+        "self._pieces += pieces",
+        "self._pieces = pieces",
+        COROUTINES,
+    ),
+    Mutant("a failure reaches those who run alone", _THREAD, "*self._backlog, *self._arrived]", "]", COROUTINES),
+)
