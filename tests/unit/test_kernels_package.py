@@ -80,7 +80,7 @@ def arguments_of(name: str) -> dict[str, Any]:
     state = draw.integers(0, 9, 4, row_layout.HEADER + 3)
     sampled = Rows([0.0, 1.0], [0, 3], [1.0, 0.9], CPU)
     random = {"seeds": sampled.seeds, "positions": sampled.positions}
-    filters = {"top_ks": sampled.top_ks, "top_ps": sampled.top_ps}
+    filters = {"top_ks": sampled.top_ks, "top_ps": sampled.top_ps, "min_ps": torch.tensor([0.0, 0.4])}
     logits = {"logits": draw.normal(2, 50), "temperatures": sampled.temperatures}
     layer = {"x": draw.rows(3, 16, 8, torch.float32), "weight": draw.normal(10, 16), "bias": draw.normal(10)}
     return {

@@ -29,6 +29,7 @@ def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     return [
         *plan_pick_tokens(logits, temperatures, seeds, positions, None, out, hardware_log=hardware_log),
         *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds),
+        *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds, min_ps=temperatures),
         *plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out, hardware_log=hardware_log),
         *plan_pick_tokens(
             logits[:, :half],
