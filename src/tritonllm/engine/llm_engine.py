@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.controls import check_controls
 from tritonllm.engine.detokenizer import Detokenizer, decode
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
@@ -156,7 +157,8 @@ class LLMEngine:
 
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
-            "error"), `usage` (token counts) and `errors` (None, or why that request failed).
+            "error"), `usage` (token counts), `errors` (None, or why that request failed) and `logprobs` (None, or a
+            `TokenLogprobs` for each token, where `SamplingParams.logprobs` asks for them).
 
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
@@ -176,6 +178,7 @@ class LLMEngine:
                 "finish_reason": [output.finish_reason for output in outputs],
                 "usage": [output.usage for output in outputs],
                 "errors": [output.error for output in outputs],
+                "logprobs": [output.logprobs for output in outputs],
             }
 
     def stream(
@@ -246,6 +249,7 @@ class LLMEngine:
         """Token ids of a prompt that can be served."""
         token_ids = tokenize(prompt, self.tokenizer, self.model_config.vocab_size)
         self.scheduler.check(len(token_ids), params.max_model_length)
+        check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids)
         return token_ids
 
     def _check_all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.sequence import Sequence
 
 
@@ -19,6 +20,7 @@ class RequestOutput:
         error: one sentence if the reason is "error".
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
+        logprobs: an entry for each token, if they were asked for.
     """
 
     seq_id: int
@@ -27,6 +29,7 @@ class RequestOutput:
     error: str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    logprobs: list[TokenLogprobs] | None = None
 
     def __iter__(self) -> Iterator[int | list[int]]:
         return iter((self.seq_id, self.token_ids))
@@ -40,6 +43,7 @@ class RequestOutput:
             seq.error,
             seq.num_prompt_tokens,
             seq.num_cached_tokens,
+            None if seq.sampling_params.logprobs is None else seq.logprobs,
         )
 
     @property

@@ -63,7 +63,7 @@ class StepLoop:
             finished = self.scheduler.take_finished()
             # The host stays one step behind: with a step launched just now, read the one before it.
             if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
-                finished += self.scheduler.postprocess(self.runner.collect())
+                finished += self.scheduler.postprocess(self.runner.collect(), self.runner.logprobs)
         except BaseException as error:
             # The scheduler may count on a step that the device never saw, so no later token could be trusted.
             self._failure = (
