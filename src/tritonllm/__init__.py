@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tritonllm.engine.scheduler import Scheduler
     from tritonllm.engine.sequence import Sequence
     from tritonllm.hookspecs import ModelSpec, hookimpl
+    from tritonllm.registry import register
     from tritonllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOME = {
     "Sequence": "tritonllm.engine.sequence",
     "StreamOutput": "tritonllm.engine.outputs",
     "hookimpl": "tritonllm.hookspecs",
+    "register": "tritonllm.registry",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "StreamOutput",
     "__version__",
     "hookimpl",
+    "register",
 ]
 
 make_lazy(__name__, _HOME)

@@ -11,9 +11,6 @@ Resolution of a checkpoint, each step ending the search:
 The outcome never depends on the order of discovery: two claimants of one name are an error unless one of them lists
 the other's spec name in `overrides`. A plugin that fails is skipped with one warning and never disturbs the others;
 plugin authors turn that warning into an error with `python -W error::UserWarning`.
-
-The environment variable TRITONLLM_PLUGINS restricts discovery to a comma-separated list of distribution or
-entry-point names; empty, it turns plugins off. Built-ins always stay.
 """
 
 from __future__ import annotations
@@ -24,53 +21,25 @@ import functools
 import importlib
 import importlib.metadata
 import os
-import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from multiprocessing import parent_process
 from typing import Any
 
 import pluggy
 
 import tritonllm.models
-from tritonllm import hookspecs
+from tritonllm import __version__, hookspecs
+from tritonllm.checkpoint_names import checkpoint_keys
 from tritonllm.errors import DuplicateModelError, PluginError, UnknownModelError
 from tritonllm.hookspecs import PROJECT, ModelSpec
+from tritonllm.plugin_discovery import PLUGINS_VARIABLE, Plugin, installed_plugins
 
 BUILTIN = "tritonllm (built-in)"
 IN_PROCESS = "this process"
-PLUGINS_VARIABLE = "TRITONLLM_PLUGINS"
-
-_QUANTIZATION = re.compile(
-    r"[.-](UD-)?(I?Q\d+(_[A-Z0-9]+)*|TQ\d+_\d+|MXFP4(_MOE)?|BF16|F16|F32|FP16|FP32)$", re.IGNORECASE
-)
-
-
-def checkpoint_keys(name_or_path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The names under which a checkpoint is looked up, most specific first.
-
-    One name for a folder, a hub id or a folder of the hub's cache; for a `.gguf` file its stem, and its stem without
-    the quantization suffix.
-    """
-    path = os.fspath(name_or_path).replace("\\", "/").rstrip("/")
-    parts = [part for part in path.split("/") if part != "."]
-    if not parts or parts[-1] == "..":
-        parts = os.path.abspath(path or "/").split("/")
-    name = parts[-1]
-    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        name = parts[-3]
-    if name.startswith("models--"):
-        return (name.split("--")[-1],)
-    if name.lower().endswith(".gguf"):
-        stem = name[: -len(".gguf")]
-        return tuple(dict.fromkeys((stem, _QUANTIZATION.sub("", stem))))
-    return (name,)
-
-
-def checkpoint_key(name_or_path: str | os.PathLike[str]) -> str:
-    """The checkpoint's name: "Qwen3-0.6B" for "Qwen/Qwen3-0.6B", for a local folder and for the hub's cache folder."""
-    return checkpoint_keys(name_or_path)[-1]
 
 
 def load_object(reference: str) -> Any:
@@ -83,7 +52,10 @@ def load_object(reference: str) -> Any:
     try:
         return functools.reduce(getattr, qualified_name.split("."), importlib.import_module(module_name))
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{reference!r} cannot be loaded: {_reason(error)}") from error
+        hint = ""
+        if module_name == "__main__" and parent_process() is not None:
+            hint = "; each rank imports the script anew, so the class must stand above the script's main guard"
+        raise PluginError(f"{reference!r} cannot be loaded: {_reason(error)}{hint}") from error
 
 
 def load_model_class(spec: ModelSpec) -> Any:
@@ -102,35 +74,19 @@ def load_model_class(spec: ModelSpec) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plugin:
-    """What loading one entry point gave.
-
-    Fields:
-        name, value: the entry point, as in `name = "value"`.
-        distribution: name and version of the package it belongs to.
-        specs: the models it registered; empty if it failed.
-        error: one sentence on why it was skipped, or None.
-        seconds: time that importing and registering took.
-        imports_torch: its import was the first to pull torch into the process, which makes every listing slow.
-    """
-
-    name: str
-    value: str
-    distribution: str
-    specs: tuple[ModelSpec, ...] = ()
-    error: str | None = None
-    seconds: float = 0.0
-    imports_torch: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class _Claim:
     spec: ModelSpec
     owner: str
 
+    @property
+    def described_owner(self) -> str:
+        return f"tritonllm {__version__} (built-in)" if self.owner == BUILTIN else self.owner
+
 
 class ModelRegistry:
     """The models known to one process: built-ins, plugins, and what was added by hand.
+
+    Several threads may use one; a plugin may, too, while it is being loaded, and finds itself absent.
 
     Args:
         entry_points: the plugins to consider; None discovers the installed ones, as TRITONLLM_PLUGINS allows.
@@ -143,8 +99,10 @@ class ModelRegistry:
         self._plugins: dict[tuple[str, str, str], Plugin] = {}
         self._added: dict[str, ModelSpec] = {}
         self._builtins = [_Claim(spec, BUILTIN) for spec in self._collect(tritonllm.models, tritonllm.models.__name__)]
-        found = _discover() if entry_points is None else entry_points
-        self.entry_points = tuple(sorted(found, key=lambda point: (_distribution(point), point.name, point.value)))
+        self._lock = threading.RLock()
+        self._loading: set[tuple[str, str, str]] = set()
+        found = installed_plugins() if entry_points is None else entry_points
+        self.entry_points = tuple(sorted(found, key=lambda point: (Plugin.of(point).owner, point.name, point.value)))
 
     def add(self, spec: ModelSpec) -> None:
         """Register a spec by hand, in front of built-ins and plugins. A spec of the same name is replaced."""
@@ -183,6 +141,21 @@ class ModelRegistry:
         """Every known model with its owner: this process, the built-ins, then the plugins' distributions."""
         return [(claim.owner, claim.spec) for claim in (*self._added_claims(), *self._all_claims())]
 
+    def conflicts(self) -> list[str]:
+        """One sentence for each name that two families claim, neither of which overrides the other; loads all plugins.
+
+        Looking such a name up raises that sentence as a DuplicateModelError.
+        """
+        claims = self._all_claims()
+        sentences = []
+        for field in ("checkpoints", "architectures"):
+            for name in dict.fromkeys(name for claim in claims for name in getattr(claim.spec, field)):
+                try:
+                    _only_claim(name, [claim for claim in claims if name in getattr(claim.spec, field)])
+                except DuplicateModelError as error:
+                    sentences.append(str(error))
+        return sorted(sentences)
+
     def _added_claims(self, key: str | None = None) -> list[_Claim]:
         return _serving(key, [_Claim(spec, IN_PROCESS) for spec in self._added.values()])
 
@@ -190,38 +163,43 @@ class ModelRegistry:
         """Claims of the plugins whose entry point bears the name itself, and of a built-in they would replace."""
         claims: list[_Claim] = []
         for plugin in [self._load(point) for point in self.entry_points if point.name == key]:
-            plugin_claims = [_Claim(spec, plugin.distribution) for spec in plugin.specs]
+            plugin_claims = [_Claim(spec, plugin.owner) for spec in plugin.specs]
             # An entry point named like the checkpoint need not repeat the name in its only spec.
             claims += plugin_claims if len(plugin_claims) == 1 else _serving(key, plugin_claims)
         return claims + _serving(key, self._builtins) if claims else []
 
     def _all_claims(self, key: str | None = None) -> list[_Claim]:
-        loaded = [_Claim(spec, plugin.distribution) for plugin in self.plugins() for spec in plugin.specs]
+        loaded = [_Claim(spec, plugin.owner) for plugin in self.plugins() for spec in plugin.specs]
         return _serving(key, list(dict.fromkeys([*self._builtins, *loaded])))
 
     def _load(self, point: importlib.metadata.EntryPoint) -> Plugin:
+        plugin = Plugin.of(point)
         # Entry points of two distributions compare equal if name and value are, hence a key with the distribution.
-        identity = (_distribution(point), point.name, point.value)
-        if identity in self._plugins:
-            return self._plugins[identity]
+        identity = (plugin.owner, plugin.name, plugin.value)
+        with self._lock:
+            if identity in self._plugins or identity in self._loading:
+                return self._plugins.get(identity, plugin)
+            self._loading.add(identity)
+            try:
+                plugin = self._plugins[identity] = self._loaded(plugin, point)
+            finally:
+                self._loading.remove(identity)
+        if plugin.error:
+            warnings.warn(f"{plugin.failure}; it is skipped.", UserWarning, stacklevel=2)
+        return plugin
+
+    def _loaded(self, plugin: Plugin, point: importlib.metadata.EntryPoint) -> Plugin:
         had_torch = "torch" in sys.modules
         start = time.perf_counter()
-        plugin = Plugin(point.name, point.value, _distribution(point))
         try:
-            plugin = dataclasses.replace(
-                plugin, specs=self._collect(point.load(), f"{plugin.distribution}: {point.name}")
-            )
+            plugin = dataclasses.replace(plugin, specs=self._collect(point.load(), f"{plugin.owner}: {point.name}"))
         except (Exception, SystemExit) as error:
             plugin = dataclasses.replace(plugin, error=_reason(error))
-        plugin = dataclasses.replace(
+        return dataclasses.replace(
             plugin,
             seconds=time.perf_counter() - start,
             imports_torch=not had_torch and "torch" in sys.modules,
         )
-        self._plugins[identity] = plugin
-        if plugin.error:
-            warnings.warn(f"{_failure(plugin)}; it is skipped.", UserWarning, stacklevel=2)
-        return plugin
 
     def _collect(self, plugin: object, name: str) -> tuple[ModelSpec, ...]:
         """Register one plugin alone and return its specs; on any failure it leaves no trace in the manager."""
@@ -259,13 +237,13 @@ class ModelRegistry:
         close = [by_folded[name] for word in wanted for name in difflib.get_close_matches(word, by_folded)]
         lines = [
             f"No model serves checkpoint {keys[-1]!r} (architectures: {', '.join(architectures) or 'none given'}); "
-            "install a plugin that does, or add a ModelSpec to the registry."
+            "install a plugin that does, or write one: `tritonllm plugins new NAME` makes its package."
         ]
         if close:
             lines.append(f"Close matches: {', '.join(dict.fromkeys(close))}.")
         lines.append(f"Known architectures: {', '.join(known)}.")
         lines.append(f"Known checkpoints: {', '.join(checkpoints)}.")
-        lines.extend(f"{_failure(plugin)}." for plugin in self.plugins() if plugin.error)
+        lines.extend(f"{plugin.failure}." for plugin in self.plugins() if plugin.error)
         return "\n".join(lines)
 
 
@@ -275,22 +253,32 @@ def default_registry() -> ModelRegistry:
     return ModelRegistry()
 
 
-def _discover() -> list[importlib.metadata.EntryPoint]:
-    # Our own entry points only advertise the built-ins, which need no metadata to be found.
-    points = [
-        point
-        for point in importlib.metadata.entry_points(group=PROJECT)
-        if point.value.partition(":")[0] != tritonllm.models.__name__
-    ]
-    variable = os.environ.get(PLUGINS_VARIABLE)
-    if variable is None:
-        return points
-    allowed = {_canonical(name) for name in variable.split(",") if name.strip()}
-    chosen = [(point, {_canonical(point.name), _canonical(_distribution_name(point))} & allowed) for point in points]
-    absent = allowed.difference(*(names for _, names in chosen))
-    if absent:
-        warnings.warn(f"{PLUGINS_VARIABLE} names no installed plugin: {', '.join(sorted(absent))}.", stacklevel=2)
-    return [point for point, names in chosen if names]
+def register(spec: ModelSpec) -> None:
+    """Register a model family in this process, in front of built-ins and plugins; for notebooks and scripts.
+
+    A spec of the same name is replaced. An engine sends the spec to its other ranks, which import the class by its
+    name: `LLMEngine` refuses several ranks where they cannot, as for a class of a notebook.
+
+    Raises:
+        PluginError: it is no ModelSpec.
+    """
+    default_registry().add(spec)
+
+
+def check_ranks_can_import(spec: ModelSpec) -> None:
+    """Refuse a model class that only this process has.
+
+    Raises:
+        PluginError: it is defined in a notebook, at a prompt or in `python -c`, of which no other process knows.
+    """
+    main = sys.modules.get("__main__")
+    if spec.model.partition(":")[0] != "__main__" or getattr(main, "__spec__", None) is not None:
+        return
+    if not os.path.isfile(getattr(main, "__file__", None) or ""):
+        raise PluginError(
+            f"Model {spec.name!r}: {spec.model!r} is defined in this session, and the processes of the other ranks "
+            "cannot import it: move the class into a module, or use world_size=1."
+        )
 
 
 def _serving(key: str | None, claims: list[_Claim]) -> list[_Claim]:
@@ -307,29 +295,12 @@ def _only_claim(name: str, claims: list[_Claim]) -> ModelSpec | None:
         return left[0].spec
     if not claims:
         return None
-    owners = sorted(f"{claim.spec.name!r} of {claim.owner}" for claim in left or claims)
+    owners = sorted(f"{claim.spec.name!r} of {claim.described_owner}" for claim in left or claims)
     raise DuplicateModelError(
         f"{name!r} is claimed by {' and by '.join(owners)}: uninstall one, leave it out with {PLUGINS_VARIABLE}, "
         "or let one list the other's name in `overrides`."
     )
 
 
-def _failure(plugin: Plugin) -> str:
-    return f"Plugin {plugin.name!r} of {plugin.distribution} failed: {plugin.error}"
-
-
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".: ")
-
-
-def _distribution_name(point: importlib.metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an unknown distribution"
-
-
-def _distribution(point: importlib.metadata.EntryPoint) -> str:
-    return f"{_distribution_name(point)} {point.dist.version}" if point.dist is not None else _distribution_name(point)
-
-
-def _canonical(name: str) -> str:
-    """A distribution name in the normal form of PEP 503."""
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()

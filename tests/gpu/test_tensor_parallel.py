@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -32,8 +34,10 @@ def test_two_gpus_give_the_tokens_of_one(eager: bool) -> None:
     assert results[0] == results[1]
 
 
-def test_a_rank_that_is_killed_ends_the_engine() -> None:
-    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2)
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_rank_that_is_killed_ends_the_engine_and_another_can_be_made(eager: bool) -> None:
+    """NCCL aborts only once no graph holds its collectives."""
+    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2, enforce_eager=eager)
     llm.add_prompt(PROMPTS[0], SamplingParams(max_tokens=1000, ignore_eos=True))
     llm.step()
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -48,3 +52,51 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
     assert time.monotonic() - start < 5
     llm.exit()
     assert multiprocessing.active_children() == []
+    with make_engine("Qwen3-0.6B", "bfloat16", world_size=2, enforce_eager=eager) as another:
+        assert len(another.generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))["token_ids"][0]) == 8
+
+
+def test_an_idle_engine_notices_too_and_memory_comes_back() -> None:
+    make_engine("Qwen3-0.6B", "bfloat16").exit()  # what a process keeps anyhow
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2)
+    (process,) = multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    llm.add_prompt(PROMPTS[0])
+    with pytest.raises(EngineError, match="rank 1 of 2 ended with exit code -9"):
+        llm.step()
+    llm.exit()
+    del llm
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < 512 * 2**20
+
+
+def test_exit_leaves_in_seconds() -> None:
+    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2)
+    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))
+    start = time.monotonic()
+    llm.exit()
+    assert time.monotonic() - start < 5  # a rank that does not leave by itself is killed only then
+    assert multiprocessing.active_children() == []
+
+
+SCRIPT = """
+import os
+from tritonllm import LLMEngine, SamplingParams
+with LLMEngine("Qwen3-0.6B", load_format="dummy", dtype="float32", world_size=SIZE, max_model_length=1024) as engine:
+    print(engine.generate([[7, 8, 9]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))["token_ids"])
+"""
+
+
+def test_torchrun_gives_the_tokens_of_one(tmp_path) -> None:
+    results = []
+    for size in (1, 2):
+        script = tmp_path / f"script{size}.py"
+        script.write_text(SCRIPT.replace("SIZE", str(size)))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if size == 2 else []
+        done = subprocess.run([sys.executable, *launcher, str(script)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        results.append(done.stdout)
+    assert results[0] == results[1]

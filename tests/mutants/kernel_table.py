@@ -234,4 +234,40 @@ KERNEL_MUTANTS = (
         "position, tile * TILE,",
         "sampling",
     ),
+    # sums over ranks
+    _kernel(
+        "two sums in a row use the same slots",
+        "peer_all_reduce_kernels",
+        "(row * 2 + (count & 1)) * WORLD",
+        "row * 2 * WORLD",
+        "peer_all_reduce",
+    ),
+    _kernel(
+        "a rank adds up another rank's share",
+        "peer_all_reduce_kernels",
+        "column = rank * SHARE + place",
+        "column = (rank + 1) % WORLD * SHARE + place",
+        "peer_all_reduce",
+    ),
+    _kernel(
+        "words are taken before they have come",
+        "peer_all_reduce_kernels",
+        "(words >> 32).to(tl.int32) != count",
+        "(words >> 32).to(tl.int32) > count",
+        "peer_all_reduce",
+    ),
+    _kernel(
+        "a sum is counted twice",
+        "peer_all_reduce_kernels",
+        "tl.store(state_ptr + row, count)",
+        "tl.store(state_ptr + row, count + 1)",
+        "peer_all_reduce",
+    ),
+    _kernel(
+        "the flags of two sums are one",
+        "peer_all_reduce_kernels",
+        "flags + RANKS * 4, rank",
+        "flags, rank",
+        "peer_all_reduce",
+    ),
 )

@@ -14,7 +14,7 @@ warnings.simplefilter("ignore")
 from tritonllm.registry import default_registry
 result = {
     "plugins": {
-        p.name: [p.distribution, p.error, [s.name for s in p.specs], p.imports_torch]
+        p.name: [p.owner, p.error, [s.name for s in p.specs], p.imports_torch]
         for p in default_registry().plugins()
     },
     "modules": sorted({"torch", "transformers", "tritonllm_toy.model", "tritonllm_toy.config"} & sys.modules.keys()),

@@ -225,6 +225,7 @@ values = {
     "gpu_memory_utilization": st.floats(0, 1, exclude_min=True),
     "dtype": st.sampled_from(["auto", "bfloat16", "float16", "float32"]),
     "device": st.sampled_from(["auto", "cuda", "cpu"]),
+    "all_reduce": st.sampled_from(["auto", "nccl"]),
     "load_format": st.sampled_from(["auto", "dummy"]),
     "seed": st.integers(0, 2**64 - 1),
     "revision": st.none() | st.just("main"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -227,6 +227,67 @@ class TestModel:
         hidden = step(model)[0]
         assert hidden.dtype is torch.bfloat16
         assert (hidden.double() - expected).norm() < 2e-2 * expected.norm()
+
+
+class Whole(TPGroup):
+    """Rank 0 of two, which holds all of every layer, so that its terms are the sums."""
+
+    summed: ClassVar[list[str]] = []
+
+    def split(self, count: int, what: str) -> tuple[int, int]:
+        return 0, count
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.summed.append("alone")
+        return tensor
+
+    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
+        self.summed.append("with a norm")
+        return super().all_reduce_add_rms_norm(x, residual, weight, eps)
+
+
+class TestSeveralRanks:
+    @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed", "separate"])
+    @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biases"])
+    def test_sums_go_into_the_norms_behind_them(self, use, config: ModelConfig, path: str) -> None:
+        """Two a layer, each with the norm that follows; the embedding's has none. The result is that of one rank."""
+        one = make_model(config)
+        use(only("separate"))
+        expected, expected_cache = step(one)
+        model = DecoderLM(config, Whole(0, 2))
+        weights = dict(one.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name][: len(parameter)])  # half of the vocabulary, where the ids of the step are
+        Whole.summed.clear()
+        use(only(path))
+        hidden, cache = step(model)
+        assert Whole.summed == ["alone"] + ["with a norm"] * 2 * config.num_layers
+        torch.testing.assert_close(hidden, expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(cache, expected_cache, atol=2e-6, rtol=2e-6)
+
+    def test_launches_of_a_layer(self, use, launched) -> None:
+        """As on one rank, with add and norm apart where they were in a linear layer."""
+        model = DecoderLM(CONFIG, Whole(0, 2))
+        skinny, hopper, parts, linear = "skinny_linear", "hopper_linear", "hopper_linear_parts", "F.linear"
+        attention, silu = "fused_decode_attention", "silu_and_mul"
+        for path, layer in {
+            "skinny": [skinny, attention, skinny, skinny, skinny],
+            "hopper": [hopper, attention, parts, hopper, parts],
+            "mixed": [linear, attention, parts, linear, silu, parts],
+            "separate": [linear, "rope_store_kv", "decode_attention", linear, linear, silu, linear],
+        }.items():
+            use(only(path))
+            launched.clear()
+            step(model)
+            assert launched == ["rms_norm", *layer * CONFIG.num_layers]
+
+    def test_a_layer_of_somebody_else_gets_whole_sums(self, use) -> None:
+        model = DecoderLM(CONFIG, Whole(0, 2))
+        model.model.layers[1].mlp = OwnMLP(CONFIG, Whole(0, 2))
+        Whole.summed.clear()
+        use(only("hopper"))
+        step(model)
+        assert Whole.summed == ["alone"] * (1 + 2 * CONFIG.num_layers)
 
 
 class OwnLayer(DecoderLayer):

@@ -11,6 +11,7 @@ import io
 import pkgutil
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +21,12 @@ import pytest
 import torch
 
 import tritonllm
-from tritonllm import EngineConfig, ModelSpec, SamplingParams, hookspecs, kernels, registry
+from tritonllm import EngineConfig, ModelSpec, SamplingParams, conformance, hookspecs, kernels, plugin_discovery
 from tritonllm.cli import main
 from tritonllm.config.engine import ARCHITECTURE_KEYS
+from tritonllm.conformance.candidate import LONGEST
+from tritonllm.conformance.checks import CHECKS
+from tritonllm.plugin_scaffold import plugin_files, write_plugin
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,7 @@ def named(selected: list[Block]) -> list[Any]:
 
 
 INCLUDED = [block for block in blocks() if block.comment.startswith("from: ")]
+TEMPLATE = [block for block in blocks() if block.comment.startswith("from template: ")]
 EXAMPLES = [block for block in blocks() if block.language == "python" and not block.comment]
 NOT_RUN_THERE = [block for block in blocks() if block.comment.startswith("not run here: ")]
 COMMANDS = [line for block in blocks() if block.language == "sh" for line in block.code.splitlines() if line]
@@ -67,6 +72,16 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("docs") / "tiny"
     save_tiny_checkpoint(tiny_hf_config("llama"), folder)
     return str(folder)
+
+
+@pytest.fixture
+def lantern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the tutorial's plugin, whose package can be imported."""
+    folder = write_plugin("lantern", tmp_path)
+    monkeypatch.syspath_prepend(folder / "src")
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("tritonllm_lantern")]:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -82,10 +97,11 @@ def one_thread() -> Iterator[None]:
 class TestExamples:
     def test_there_are_examples(self) -> None:
         assert len(EXAMPLES) >= 6
-        assert len(INCLUDED) >= 6
+        assert len(INCLUDED) >= 2
+        assert len(TEMPLATE) >= 4
         assert {block.language for block in blocks()} == {"python", "sh", "toml"}
         comments = {block.comment.partition(":")[0] for block in blocks() if block.comment}
-        assert comments == {"from", "not run here"}
+        assert comments == {"from", "from template", "not run here"}
 
     @pytest.mark.parametrize("block", named(EXAMPLES))
     def test_python_runs(self, block: Block, tiny_checkpoint: str) -> None:
@@ -100,14 +116,29 @@ class TestExamples:
     def test_an_included_file_is_the_file(self, block: Block) -> None:
         assert block.code == read(block.comment.removeprefix("from: "))
 
-    def test_the_last_line_of_the_plugin_tutorial_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        (block,) = [block for block in NOT_RUN_THERE if block.page == "plugins.md"]
-        monkeypatch.syspath_prepend(ROOT / "tests" / "plugins" / "tritonllm-toy")
-        point = importlib.metadata.EntryPoint("Toy-1M", "tritonllm_toy.plugin", registry.PROJECT)
-        found = registry.ModelRegistry([point])
-        for module in ("tritonllm.registry", "tritonllm.engine.resolve", "tritonllm.testing.hf_comparison"):
-            monkeypatch.setattr(f"{module}.default_registry", lambda: found)
+    @pytest.mark.parametrize("block", named(TEMPLATE))
+    def test_a_file_of_the_template_is_what_plugins_new_writes(self, block: Block) -> None:
+        assert block.code == plugin_files("lantern")[block.comment.removeprefix("from template: ")]
+
+    def test_the_plugin_of_the_tutorial_is_done(self, lantern: Path) -> None:
+        (block,) = [block for block in NOT_RUN_THERE if block.page == "plugins.md" and "check(SPEC)" in block.code]
         exec(compile(block.code, block.page, "exec"), {"__name__": "example"})
+
+    def test_the_failure_that_the_tutorial_shows_is_what_the_kit_says(self, lantern: Path) -> None:
+        config = lantern / "src" / "tritonllm_lantern" / "config.py"
+        line = "    return read_hf_config(config,"
+        ignoring = "    config = {**config, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}\n"
+        config.write_text(config.read_text().replace(line, ignoring + line))
+        with pytest.raises(AssertionError) as failed:
+            conformance.check(importlib.import_module("tritonllm_lantern.plugin").SPEC, device="cpu")
+        shown = " ".join(re.findall(r"^> (.*)$", read("docs/plugins.md"), re.MULTILINE))
+        numbers = r"\d+(?:\.\d+)?"
+        assert re.sub(numbers, "#", shown) == re.sub(numbers, "#", f"lantern, layers: {failed.value}")
+
+    def test_the_checks_of_the_kit_stand_in_the_tutorial(self) -> None:
+        after = read("docs/plugins.md").split("## You are done when this passes")[1].split("\n## ")[0]
+        assert re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE) == list(CHECKS)
+        assert f"It needs {LONGEST} positions" in " ".join(read("docs/plugins.md").split())
 
     def test_the_readme_dict_has_every_key(self) -> None:
         (block,) = [block for block in EXAMPLES if block.page == "README.md" and "config = {" in block.code]
@@ -120,8 +151,10 @@ class TestCommands:
     def test_every_option_of_the_command_line_exists(self, line: str, capsys: pytest.CaptureFixture[str]) -> None:
         words = shlex.split(line.split("| ")[-1], comments=True)
         assert words[0] == "tritonllm"
+        groups = ("bench", "kernels", "plugins")
+        command = words[1:3] if words[1] in groups and words[2:] and words[2][0] != "-" else words[1:2]
         with pytest.raises(SystemExit) as left:
-            main([*words[1 : 3 if words[1] in ("bench", "kernels") else 2], "--help"])
+            main([*command, "--help"])
         assert left.value.code == 0
         shown = set(re.findall(r"--?[\w-]+", capsys.readouterr().out))
         assert {word for word in words[2:] if word.startswith("-")} <= shown
@@ -203,7 +236,7 @@ class TestConfiguration:
 
     def test_environment_variables_that_the_source_reads(self) -> None:
         source = "".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
-        variables = set(re.findall(r'environ(?:\.get)?[\[(]"(\w+)"', source)) | {registry.PLUGINS_VARIABLE}
+        variables = set(re.findall(r'environ(?:\.get)?[\[(]"(\w+)"', source)) | {plugin_discovery.PLUGINS_VARIABLE}
         documented = set(re.findall(r"`([A-Z][A-Z_]+)`", read("docs/configuration.md")))
         assert variables <= documented
 

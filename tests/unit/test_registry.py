@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import pickle
+import time
 import types
 import warnings
 from pathlib import Path
@@ -12,17 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tritonllm
+from tritonllm.checkpoint_names import checkpoint_key, checkpoint_keys
 from tritonllm.errors import DuplicateModelError, PluginError, UnknownModelError
 from tritonllm.hookspecs import ModelSpec, hookimpl
 from tritonllm.models import BUILTIN_SPECS, builtin_entry_points
-from tritonllm.registry import (
-    PLUGINS_VARIABLE,
-    ModelRegistry,
-    checkpoint_key,
-    checkpoint_keys,
-    load_model_class,
-    load_object,
-)
+from tritonllm.plugin_discovery import PLUGINS_VARIABLE
+from tritonllm.registry import ModelRegistry, load_model_class, load_object
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -281,6 +279,57 @@ class TestPlugins:
         registry = ModelRegistry([FakeEntryPoint("half", module)])
         with pytest.warns(UserWarning, match="half-way"), pytest.raises(UnknownModelError, match="half-way"):
             registry.resolve("Toy-1M")
+
+    def test_the_warning_is_an_error_for_authors_who_ask_for_it(self):
+        registry = ModelRegistry([FakeEntryPoint("broken", ImportError("gone"))])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            with pytest.raises(UserWarning, match=r"'broken' of tritonllm-toy 1\.0 failed: ImportError: gone"):
+                registry.resolve("Toy-1M")
+
+    def test_a_plugin_that_looks_models_up_while_it_is_loaded_finds_itself_absent(self):
+        seen = []
+
+        class Curious(FakeEntryPoint):
+            def load(self):
+                seen.append([(plugin.name, plugin.specs) for plugin in registry.plugins()])
+                return super().load()
+
+        other = spec("other", checkpoints=("Other-1M",))
+        points = [Curious("a", plugin_module(spec())), FakeEntryPoint("b", plugin_module(other), value="another")]
+        registry = ModelRegistry(points)
+        assert registry.resolve("Toy-1M").name == "toy"
+        assert seen == [[("a", ()), ("b", (other,))]]
+        assert [point.loads for point in points] == [1, 1]
+
+    def test_threads_that_look_models_up_at_once_load_each_plugin_once(self):
+        class Slow(FakeEntryPoint):
+            def load(self):
+                time.sleep(0.05)
+                return super().load()
+
+        points = [Slow(name, plugin_module(spec(name, checkpoints=(name,))), value=name) for name in "abc"]
+        registry = ModelRegistry(points)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert [found.name for found in pool.map(registry.resolve, "abcabc")] == list("abcabc")
+        assert [point.loads for point in points] == [1, 1, 1]
+
+    def test_conflicts_are_told_before_anybody_looks_a_name_up(self):
+        points = [
+            FakeEntryPoint("a", plugin_module(spec("a", architectures=("AForCausalLM",))), "tritonllm-a"),
+            FakeEntryPoint("b", plugin_module(spec("b", checkpoints=("Toy-1M", "Qwen3-0.6B"))), "tritonllm-b"),
+        ]
+        qwen, toy = ModelRegistry(points).conflicts()
+        assert "'Toy-1M' is claimed by 'a' of tritonllm-a 1.0 and by 'b' of tritonllm-b 1.0" in toy
+        assert f"'qwen3' of tritonllm {tritonllm.__version__} (built-in)" in qwen
+        better = spec("better", checkpoints=("Qwen3-0.6B",), overrides=("qwen3",))
+        assert ModelRegistry([FakeEntryPoint("better", plugin_module(better))]).conflicts() == []
+
+    def test_a_local_folder_named_like_a_hub_id_is_the_same_checkpoint_and_case_matters(self):
+        registry = ModelRegistry([FakeEntryPoint("any", plugin_module(spec()))])
+        assert registry.resolve("owner/Toy-1M") is registry.resolve("./models/owner/Toy-1M/")
+        with pytest.raises(UnknownModelError, match="Close matches: Toy-1M"):
+            registry.resolve("owner/toy-1m")
 
     def test_failing_plugins_are_loaded_and_reported_once(self):
         broken = FakeEntryPoint("broken", ImportError("gone"))

@@ -321,9 +321,11 @@ class TestShipped:
         shipped = tuning.shipped_tuning((9, 0))
         assert named(shipped, 576, 1, 2, 256, 257) == ["skinny"] + ["hopper"] * 2 + ["separate"]
         assert named(shipped, 1024, 1, 2, 256) == ["skinny", "hopper", "hopper"]
-        middle = ["skinny"] + ["separate"] * 2 + ["hopper"] * 2 + ["separate"]
-        assert named(shipped, 2048, 1, 2, 16, 17, 64, 65) == middle
-        assert named(shipped, 4096, 1, 2, 32, 33, 64, 65) == named(shipped, 8192, 1, 2, 32, 33, 64, 65) == middle
+        middle = ["skinny"] + ["mixed"] * 2 + ["hopper"] * 2 + ["separate"] + ["hopper"] * 2 + ["separate"]
+        assert named(shipped, 2048, 1, 2, 32, 33, 64, 65, 97, 128, 129) == middle
+        large = ["skinny"] + ["separate"] * 2 + ["hopper"] * 2 + ["separate"] * 2 + ["mixed"] * 2 + ["separate"]
+        assert named(shipped, 4096, 1, 2, 32, 33, 64, 65, 96, 97, 256, 257) == large
+        assert named(shipped, 8192, 1, 2, 32, 33, 64, 65, 96, 97, 256, 257) == large
 
     def test_it_goes_into_the_wheel(self) -> None:
         project = Path(tritonllm.__file__).parents[2] / "pyproject.toml"

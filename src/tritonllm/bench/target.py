@@ -11,10 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tritonllm.checkpoint_names import checkpoint_key
 from tritonllm.config import EngineConfig, ModelConfig
 from tritonllm.config.hf import read_architectures
 from tritonllm.errors import CheckpointError, UnsupportedModelError
-from tritonllm.registry import checkpoint_key, default_registry, load_object
+from tritonllm.registry import default_registry, load_object
 
 
 def engine_config(name: str, load_format: str, **keys: Any) -> EngineConfig:

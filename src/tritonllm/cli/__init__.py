@@ -1,5 +1,6 @@
 """The command line: `generate` and `chat` run a model, `bench` measures it, `roofline` says what a GPU allows,
-`kernels` compiles for it and measures it, `models` and `plugins` list what is known.
+`kernels` compiles for it and measures it, `models` and `plugins` list what is known, `plugins new` and `plugins check`
+begin and test a plugin, and `doctor` looks for what is wrong with the machine.
 
 A model's text goes to standard output, everything else to standard error. torch, and whatever imports it, is imported
 inside the commands that need it, so `--help` answers at once.
@@ -18,10 +19,12 @@ import typer
 
 from tritonllm import __version__
 from tritonllm.cli.bench import bench_app
+from tritonllm.cli.doctor import doctor
 from tritonllm.cli.kernels import kernels_app
 from tritonllm.cli.kernels_bench import kernels_bench
-from tritonllm.cli.listing import models, plugins
+from tritonllm.cli.listing import models
 from tritonllm.cli.model import chat, generate
+from tritonllm.cli.plugins import plugins_app
 from tritonllm.cli.roofline import roofline
 from tritonllm.cli.terminal import say, show_warning
 from tritonllm.errors import TritonLLMError
@@ -33,11 +36,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, models, plugins, roofline):
+for command in (generate, chat, models, roofline, doctor):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 kernels_app.command("bench")(kernels_bench)
 app.add_typer(kernels_app, name="kernels")
+app.add_typer(plugins_app, name="plugins")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -34,6 +34,7 @@ ARCHITECTURE_KEYS = (
 # Names that other engines and config.json use for a key of ours: closer in meaning than any spelling is.
 _FOREIGN_NAMES = {
     "attention_bias": "qkv_bias",
+    "disable_custom_all_reduce": "all_reduce",
     "eos_token_id": "eos",
     "gpu_memory_fraction": "gpu_memory_utilization",
     "kv_block_size": "block_size",
@@ -80,6 +81,7 @@ _RULES: dict[str, Rule] = {
     "gpu_memory_utilization": number(0, 1, above=True),
     "dtype": one_of("auto", "bfloat16", "float16", "float32"),
     "device": one_of("auto", "cuda", "cpu"),
+    "all_reduce": one_of("auto", "nccl"),
     "load_format": one_of("auto", "dummy"),
     "seed": integer(0, 2**64 - 1),
     "revision": text().or_none(),
@@ -159,8 +161,8 @@ class EngineConfig:
 
     Attributes:
         model_name_or_path: Hugging Face id, local directory or `.gguf` file.
-        world_size: number of tensor-parallel ranks, one a GPU, on this host; must divide the model's heads and
-            `intermediate_size`, and divide its key-value heads or be a multiple of them.
+        world_size: number of tensor-parallel ranks, one a GPU, on this host unless torchrun started them; must divide
+            the model's heads and `intermediate_size`, and divide its key-value heads or be a multiple of them.
         max_num_sequences: most requests decoded at once.
         max_num_batched_tokens: most tokens computed in one step (the scheduler's budget).
         max_num_batch_tokens: tokens of the warm-up run that measures peak memory; None means the budget.
@@ -174,6 +176,8 @@ class EngineConfig:
             activations and graphs.
         dtype: of weights and activations. "auto" is float32 on a CPU, on a GPU the checkpoint's (bfloat16 if dummy).
         device: "auto" is a CUDA device if there is one.
+        all_reduce: how sums over ranks on GPUs are made. "auto" goes through the GPUs' memory where all of them are of
+            one host and joined by NVLink, for sizes at which that is faster than NCCL; "nccl" never does.
         load_format: "dummy" fills the model with random weights and looks nothing up.
         seed: of dummy weights and of requests that bring no seed.
         revision: branch, tag or commit on the hub.
@@ -198,6 +202,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     dtype: str = "auto"
     device: str = "auto"
+    all_reduce: str = "auto"
     load_format: str = "auto"
     seed: int = 0
     revision: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from tritonllm.config import EngineConfig
 from tritonllm.engine.controls import check_controls
 from tritonllm.engine.detokenizer import Detokenizer, decode
+from tritonllm.engine.launch_place import launch_place
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
 from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
@@ -19,6 +20,7 @@ from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_loop import StepLoop
+from tritonllm.hookspecs import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("tritonllm")
@@ -29,6 +31,7 @@ class LLMEngine:
 
     Args:
         config: a dict of configuration keys, an `EngineConfig`, or a model name or path.
+        spec: the model family to use, whatever the checkpoint's name and architecture; None looks it up.
         keys: configuration keys, beside a name or path.
 
     If a dict is given, the number of cache blocks in effect is written into its `max_cached_blocks`.
@@ -42,7 +45,8 @@ class LLMEngine:
     raises EngineError with the first error, and only `exit` is left.
 
     A `world_size` above 1 spawns processes that import the script again: make the engine under
-    `if __name__ == "__main__":`.
+    `if __name__ == "__main__":`. Under torchrun, on one host or on several, it takes the processes that are there: on
+    rank 0 this is the engine, on the others the call serves rank 0 and then raises SystemExit.
 
     Attributes:
         config: the configuration in effect, frozen.
@@ -53,12 +57,20 @@ class LLMEngine:
         ConfigError: a key or value is wrong or contradicts the checkpoint.
         CheckpointError: the checkpoint is missing or incomplete.
         UnknownModelError: no model family serves it.
+        PluginError: the family's class cannot be imported.
         EngineError: a rank of several failed; with its traceback, and nothing is left of any.
     """
 
-    def __init__(self, config: Mapping[str, Any] | EngineConfig | str, **keys: Any) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | EngineConfig | str, *, spec: ModelSpec | None = None, **keys: Any
+    ) -> None:
         engine_config = _engine_config(config, keys)
-        resolved = resolve_model(engine_config)
+        place = launch_place(engine_config.world_size)
+        if place is not None and place.rank:
+            from tritonllm.engine.launched_ranks import serve_launched_rank
+
+            serve_launched_rank(place)
+        resolved = resolve_model(engine_config, spec=spec)
         self.tokenizer = resolved.tokenizer
         self.model_config = resolved.config
         self.runner = ModelRunner(engine_config, resolved=resolved)

@@ -6,7 +6,7 @@ Every line here runs for every token. Think twice before adding one.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
+from tritonllm.engine.ranks import Ranks, start_ranks
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.row_changes import apply_row_changes
 from tritonllm.engine.sequence import ENDS, Choice, Sequence
@@ -33,9 +34,6 @@ from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
-
-if TYPE_CHECKING:
-    from tritonllm.engine.ranks import Ranks
 
 
 class ModelRunner:
@@ -71,9 +69,7 @@ class ModelRunner:
         if rank or self.config.world_size == 1 or self.device.type == "meta":
             self._start(event.group if event is not None else TPGroup(rank, self.config.world_size))
             return
-        from tritonllm.engine.ranks import Ranks  # one rank needs no torch.distributed
-
-        self.ranks = Ranks(self.resolved)
+        self.ranks = start_ranks(self.resolved, self._drop_graphs)
         with self.ranks.guarded(closing=True):
             self._start(self.ranks.group)
             self.ranks.wait_until_ready()
@@ -82,6 +78,8 @@ class ModelRunner:
         self.tp = tp
         with torch.inference_mode():
             self.model = build_model(self.resolved, tp)
+            if others := self.ranks or self._event:
+                others.wait_until_loaded()
             self._make_state(tp)
         self._thread = threading.local()
         self.logprobs: list[TokenLogprobs] | None = None
@@ -118,8 +116,7 @@ class ModelRunner:
                 self.prefill_graphs.capture()
             torch.cuda.synchronize()
             graphs = max(before - torch.cuda.mem_get_info()[0], 0)
-            self.graphs.reset()
-            self.prefill_graphs.reset()
+            self._drop_graphs()
             torch.cuda.empty_cache()
             self.allocate_kv_cache(activations, graphs)
             if self.config.enforce_eager:
@@ -132,8 +129,8 @@ class ModelRunner:
             self._size_by_measuring()
             return
         wanted = self.max_num_rows * (-(-(self.config.max_model_length or 1) // self.block_size))
-        # The ranks share one host's memory.
-        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, self._block_bytes * self.tp.size)
+        bytes_of_ranks = self._block_bytes * self.tp.size  # which share one host's memory
+        fitting = self.config.max_cached_blocks or blocks_on_cpu(wanted, bytes_of_ranks)
         self.num_blocks = self.tp.minimum(fitting)
         self.pool = self._new_pool(self.num_blocks)
 
@@ -186,9 +183,8 @@ class ModelRunner:
         """What runs prompt chunks: short ones padded to a few sizes that can be captured, or each as it is."""
         layouts = []
         if padded:
-            table_width = self.rows.shape[1] - HEADER
             budget = self.config.max_num_batched_tokens
-            layouts = prefill_layouts(budget, self.max_num_rows, table_width, self.tiling.portable_rows)
+            layouts = prefill_layouts(budget, self.max_num_rows, self.rows.shape[1] - HEADER, self.tiling.portable_rows)
         return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
@@ -292,8 +288,8 @@ class ModelRunner:
         if inputs is None or inputs.is_prefill != is_prefill:
             self._thread.inputs = None
             raise EngineError("call prepare_prefill or prepare_decode, to match is_prefill, right before run_model")
-        ids = input_ids if self.ranks is None else input_ids.cpu()
-        return self.call("_logits", ids, all_positions, *self._thread.prepared)
+        sent_ids = input_ids if self.ranks is None else input_ids.cpu()
+        return self.call("_logits", sent_ids, all_positions, *self._thread.prepared)
 
     @torch.inference_mode()
     def _logits(
@@ -336,11 +332,14 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.graphs.reset()
-            self.prefill_graphs.reset()
+            self._drop_graphs()
             for name in ("model", "_choose", "pool", "rows", "sampled", "results", "controls", "workspace"):
                 self.__dict__.pop(name, None)
         finally:
             (self.ranks or self.tp).close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        for name in {"graphs", "prefill_graphs"} & self.__dict__.keys():  # a start may fail before there are any
+            getattr(self, name).reset()

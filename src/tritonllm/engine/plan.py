@@ -82,6 +82,11 @@ class StepPlan:
     zero_blocks: list[int] = field(default_factory=list)
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether this step decodes the rows as they stand, and nothing else."""
+        return not (self.row_updates or self.cleared_rows or self.new_blocks or self.chunks or self.zero_blocks)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that this step computes."""
         return self.num_decode_rows + sum(len(chunk.token_ids) for chunk in self.chunks)

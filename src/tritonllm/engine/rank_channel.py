@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +10,6 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any
 
 NUM_SLOTS = 16
 SLOT_BYTES = 64 * 1024
@@ -46,14 +44,13 @@ class ChannelWriter:
         self._free = [NUM_SLOTS] * num_readers
         self._slot = 0
 
-    def send(self, message: Any, check: Callable[[], None]) -> None:
-        """Write a message; `check` is called while there is no room, and may raise.
+    def send(self, message: bytes, check: Callable[[], None]) -> None:
+        """Write a message of any size; `check` is called while there is no room, and may raise.
 
         Raises:
             OSError: a reader is gone.
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        data = _LENGTH.pack(len(data)) + data
+        data = _LENGTH.pack(len(message)) + message
         for start in range(0, len(data), SLOT_BYTES):
             for index in range(len(self._events)):
                 self._wait_for_room(index, check)
@@ -98,18 +95,22 @@ class ChannelReader:
         self._events = events
         self._slot = 0
 
-    def receive(self) -> Any:
+    def receive(self) -> bytes | bytearray:
         """Wait for the next message.
 
         Raises:
             OSError: the writer is gone.
         """
-        head = self._piece(SLOT_BYTES)
-        (length,) = _LENGTH.unpack_from(head)
-        data = bytearray(head[_LENGTH.size : _LENGTH.size + length])
-        while len(data) < length:
-            data += self._piece(length - len(data))
-        return pickle.loads(data)
+        self._wait()
+        (length,) = _LENGTH.unpack_from(self._memory, self._slot * SLOT_BYTES)
+        data = self._piece(_LENGTH.size, length)
+        if len(data) == length:
+            return data
+        pieces = bytearray(data)
+        while len(pieces) < length:
+            self._wait()
+            pieces += self._piece(0, length - len(pieces))
+        return pieces
 
     def close(self) -> None:
         """Let go of the segment."""
@@ -117,11 +118,14 @@ class ChannelReader:
         self._segment.close()
         self._events.close()
 
-    def _piece(self, size: int) -> bytes:
+    def _wait(self) -> None:
         if not os.read(self._events.fileno(), 1):
             raise ConnectionResetError("the writer is gone")
-        offset = self._slot * SLOT_BYTES
-        piece = bytes(self._memory[offset : offset + min(size, SLOT_BYTES)])
+
+    def _piece(self, offset: int, wanted: int) -> bytes:
+        """What the next slot has of a message from an offset on; the slot is free again."""
+        start, end = self._slot * SLOT_BYTES, (self._slot + 1) * SLOT_BYTES
+        piece = bytes(self._memory[start + offset : min(start + offset + wanted, end)])
         os.write(self._events.fileno(), _EVENT)
         self._slot = (self._slot + 1) % NUM_SLOTS
         return piece

@@ -2,102 +2,120 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from multiprocessing import connection
+from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from tritonllm.engine.rank_channel import ChannelWriter
-from tritonllm.engine.rank_process import NO_MAIN_GUARD, RankArguments, rank_main
+from tritonllm.engine.launch_place import launch_place
+from tritonllm.engine.rank_calls import encode_call
 from tritonllm.engine.resolve import ResolvedModel
 from tritonllm.errors import EngineError, TritonLLMError
-from tritonllm.models.collectives import DistributedGroup
 from tritonllm.models.tensor_parallel import TPGroup
 
 _LEAVE_SECONDS = 5.0
 _BLAME_SECONDS = 2.0
+_ABORT_SECONDS = 1.0
 _SETTLE_SECONDS = 0.2
 
 
-class Ranks:
-    """Ranks 1 to n - 1 of an engine, one spawned process each.
+class Channel(Protocol):
+    """What takes messages to every other rank."""
 
-    They meet through a store on a port that the system picks, so any number of engines fit on one host. A thread
-    watches the processes: one that ends too early becomes the engine's failure, and what waits for it is released.
+    def send(self, message: bytes, check: Callable[[], None]) -> None:
+        """Send a message of any size; `check` is called while there is no room, and may raise.
+
+        Raises:
+            OSError: a reader is gone.
+        """
+
+    def close(self) -> None:
+        """Let go of what is shared with the readers. Calling it again does nothing."""
+
+
+class Ranks(ABC):
+    """Ranks 1 to n - 1 of an engine, a process each.
+
+    A thread watches them: one that ends too early becomes the engine's failure, and what waits for it is released.
+    How ranks are started and reached is left to the classes below this one.
 
     Args:
         resolved: the model, which is sent to the ranks.
+        drop_graphs: drops this rank's CUDA graphs. NCCL leaves a group only when no graph holds its collectives, even
+            where it is aborted.
 
     Attributes:
+        size: number of ranks, with rank 0.
         group: rank 0's place in the group.
 
     Raises:
         EngineError: a rank failed, with its traceback; nothing is left behind.
     """
 
-    def __init__(self, resolved: ResolvedModel) -> None:
-        _leave_if_imported_again()
+    def __init__(self, resolved: ResolvedModel, drop_graphs: Callable[[], None]) -> None:
         self.size = resolved.engine.world_size
         self.group = TPGroup()
-        self._processes: list[BaseProcess] = []
+        self._drop_graphs = drop_graphs
+        self._channel: Channel | None = None
+        self._sentinels: Sequence[Any] = []  # of ranks 1 to n - 1, for connection.wait: ready when that rank has ended
         self._reports: list[Connection] = []
         self._reported: dict[int, tuple[float, str]] = {}  # rank to when and what it raised
         self._failed = threading.Event()
         self._closed = False
         self._process_id = os.getpid()
-        context = multiprocessing.get_context("spawn")
-        self._channel = ChannelWriter(context, self.size - 1)
-        self._stop, stopped = context.Pipe()
+        self._stop, stopped = Pipe()
         self._watcher = threading.Thread(target=self._watch, args=(stopped,), daemon=True)
         with self.guarded(closing=True):
-            self._start(resolved, context)
+            self._start(resolved)
 
-    def _start(self, resolved: ResolvedModel, context: Any) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        device = torch.device("cpu")
-        if resolved.engine.device == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        threads = max(1, torch.get_num_threads() // self.size)
-        sent = pickle.dumps(replace(resolved, tokenizer=None))
-        for rank, events in enumerate(self._channel.readers, 1):
-            index = (device.index + rank) % torch.cuda.device_count() if device.index is not None else 0
-            arguments = RankArguments(rank, self.size, store.port, self._channel.name, events, sent, index, threads)
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=rank_main, args=(arguments, theirs), name=f"tritonllm rank {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            events.close()
-            self._processes.append(process)
-            self._reports.append(mine)
-        self._watcher.start()
-        self._wait_for("here")
-        self.group = self._unless_failed(lambda: DistributedGroup.connect(0, self.size, store, device, self._check))
+    # ---- what differs ----
+
+    @abstractmethod
+    def _start(self, resolved: ResolvedModel) -> None:
+        """Start or meet the ranks, fill `_channel`, `_sentinels` and `_reports`, start `_watcher`, make `group`."""
+
+    @abstractmethod
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is gone."""
+
+    @abstractmethod
+    def _how_ended(self, rank: int) -> str:
+        """A sentence on the end of a rank that reported nothing."""
+
+    @abstractmethod
+    def _end(self, deadline: float) -> None:
+        """Wait for the ranks to leave, up to a time of `time.monotonic`, and end those that are left."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Give back what is left of ended ranks, which nobody watches any more."""
 
     # ---- use ----
 
+    def wait_until_loaded(self) -> None:
+        """Wait until every rank holds its weights; inside `guarded`.
+
+        Loading may take one rank minutes longer than another. A wait here can be interrupted, one in a collective not.
+        """
+        self._wait_for("loaded")
+
     def wait_until_ready(self) -> None:
-        """Wait until every rank has loaded its part; inside `guarded`."""
+        """Wait until every rank can serve; inside `guarded`."""
         self._wait_for("ready")
 
     def publish(self, method: str, args: tuple[Any, ...]) -> None:
         """Have every other rank run a method of its runner; returns at once."""
-        if self._closed:
+        if self._closed or self._channel is None:
             raise EngineError("the other ranks have ended; make a new engine")
         self._check()
-        self._channel.send((method, args), self._check)
+        self._channel.send(encode_call(method, args), self._check)
 
     def wait(self, done: torch.cuda.Event | None) -> None:
         """Wait for a step on the device; raises EngineError if a rank was lost, as its tokens may be anything then."""
@@ -114,15 +132,16 @@ class Ranks:
     def guarded(self, closing: bool = False) -> Iterator[None]:
         """Inside, an error that comes from another rank is raised as an EngineError with that rank's traceback.
 
-        The ranks are ended then; with `closing`, after any error.
+        The ranks are ended then, and by an interrupt, which leaves them in the middle of different steps; with
+        `closing`, after any error.
         """
         try:
             yield
         except BaseException as error:
-            blamed = None
-            if isinstance(error, Exception) and not isinstance(error, TritonLLMError):
+            blamed, interrupted = None, not isinstance(error, Exception)
+            if not interrupted and not isinstance(error, TritonLLMError):
                 blamed = self._blame()
-            if blamed is not None or closing:
+            if blamed is not None or interrupted or closing:
                 self.close(failed=True)
             if blamed is not None:
                 raise EngineError(blamed) from error
@@ -131,50 +150,43 @@ class Ranks:
     def close(self, failed: bool = False) -> None:
         """End every rank and remove what was shared with them. Calling it again does nothing.
 
-        They leave by themselves, unless the engine failed; who has not left within seconds is killed.
+        They leave by themselves, unless the engine failed; who has not left within seconds is ended.
         """
         if self._closed or os.getpid() != self._process_id:  # a fork of the engine's process does not own the ranks
             return
         failed = failed or self._failed.is_set()
         self._closed = True
+        deadline = time.monotonic() + _LEAVE_SECONDS
         try:
-            if not failed:
-                deadline = time.monotonic() + _LEAVE_SECONDS
-                self._channel.send(("exit", ()), lambda: _until(deadline))
-                self.group.close()
-                for process in self._processes:
-                    process.join(max(0.0, deadline - time.monotonic()))
+            if not failed and self._channel is not None:
+                self._channel.send(encode_call("exit", ()), lambda: _until(deadline))
+                failed = not _ended_within(_LEAVE_SECONDS, self.group.close)
         except Exception:
             failed = True
         finally:
-            self._kill(failed)
+            self._end(0.0 if failed else deadline)
+            self._leave_group(failed)
+            self._forget()
+            for reports in self._reports:
+                reports.close()
+            self._reports.clear()
+            if self._channel is not None:
+                self._channel.close()
 
     # ---- watching ----
 
-    def _kill(self, failed: bool) -> None:
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-        for process in self._processes:
-            process.join()
-        if failed:
-            with suppress(Exception):  # the watcher may have done it
-                self.group.close(failed=True)
-        self.group = TPGroup()
+    def _leave_group(self, failed: bool) -> None:
+        with suppress(Exception):
+            self._drop_graphs()
         self._stop.close()
         if self._watcher.is_alive():
-            self._watcher.join()
-        for process in self._processes:
-            process.close()
-        for reports in self._reports:
-            reports.close()
-        self._processes.clear()
-        self._reports.clear()
-        self._channel.close()
+            self._watcher.join(_ABORT_SECONDS)
+        if failed and not self._watcher.is_alive():  # which may have left the group, or be stuck in that
+            _ended_within(_ABORT_SECONDS, lambda: self.group.close(failed=True))
+        self.group = TPGroup()
 
     def _watch(self, stopped: Connection) -> None:
-        sentinels = [process.sentinel for process in self._processes]
-        ended = connection.wait([*sentinels, stopped])
+        ended = connection.wait([*self._sentinels, stopped])
         if stopped not in ended and not self._closed:
             self._failed.set()
             if torch.cuda.is_available():
@@ -232,39 +244,48 @@ class Ranks:
         time.sleep(_SETTLE_SECONDS)
         lost = self._lost()
         silent = [rank for rank in lost if rank not in self._reported]
-        if not silent:
-            rank = min(lost, key=lambda rank: self._reported[rank][0])
-            return f"rank {rank} of {self.size} failed; make a new engine.\n{self._reported[rank][1]}"
-        code = self._processes[silent[0] - 1].exitcode
-        if code == NO_MAIN_GUARD:
-            return (
-                "the script that makes this engine has no main guard: each rank imports it anew and would make an "
-                'engine of its own; put what it does under `if __name__ == "__main__":`'
-            )
-        return f"rank {silent[0]} of {self.size} ended with exit code {code} and no word; make a new engine"
+        if silent:
+            return self._how_ended(silent[0])
+        rank = min(lost, key=lambda rank: self._reported[rank][0])
+        return f"rank {rank} of {self.size} failed; make a new engine.\n{self._reported[rank][1]}"
 
     def _lost(self) -> list[int]:
         """Ranks that have failed or ended, with what they reported read."""
+        ended = {rank for rank in range(1, len(self._sentinels) + 1) if self._has_ended(rank)}
         for reports in self._reports:
             while not reports.closed and reports.poll() and self._read(reports)[0] != "ended":
                 pass
-        ended = [rank for rank, process in enumerate(self._processes, 1) if process.exitcode is not None]
         return sorted({*ended, *self._reported})
+
+
+def start_ranks(resolved: ResolvedModel, drop_graphs: Callable[[], None]) -> Ranks:
+    """The other ranks of an engine on rank 0: those that torchrun started, else processes spawned here."""
+    if launch_place(resolved.engine.world_size) is not None:
+        from tritonllm.engine.launched_ranks import LaunchedRanks
+
+        return LaunchedRanks(resolved, drop_graphs)
+    from tritonllm.engine.spawned_ranks import SpawnedRanks
+
+    return SpawnedRanks(resolved, drop_graphs)
 
 
 class _RankLost(Exception):
     """Raised inside `Ranks.guarded`, which says what happened."""
 
 
+def _ended_within(seconds: float, call: Callable[[], None]) -> bool:
+    """Make a call that may block for ever; False if it still does, in a thread that is left to itself."""
+
+    def run() -> None:
+        with suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
 def _until(deadline: float) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError
-
-
-def _leave_if_imported_again() -> None:
-    """End a process that is still importing the script of the engine that spawned it, without a word of its own.
-
-    Python's own answer to a script without a main guard is a traceback in each process, about something else.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(NO_MAIN_GUARD)

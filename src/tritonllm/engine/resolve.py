@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from tritonllm.checkpoint_names import checkpoint_key
 from tritonllm.config import (
     EngineConfig,
     ModelConfig,
@@ -22,18 +23,14 @@ from tritonllm.config import (
     resolve_model_config,
 )
 from tritonllm.config.hf import read_architectures
+from tritonllm.engine.launch_place import launch_place
 from tritonllm.errors import ConfigError, UnsupportedModelError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
 from tritonllm.kernels.tuning import named_tuning
 from tritonllm.models.protocol import CausalLM
 from tritonllm.models.tensor_parallel import TPGroup, check_world_size
-from tritonllm.registry import (
-    checkpoint_key,
-    default_registry,
-    load_model_class,
-    load_object,
-)
+from tritonllm.registry import check_ranks_can_import, default_registry, load_model_class, load_object
 from tritonllm.weights import Checkpoint, dummy_weights, load_weights, open_checkpoint
 
 logger = logging.getLogger("tritonllm")
@@ -61,16 +58,18 @@ class ResolvedModel:
     device: torch.device
 
 
-def resolve_model(config: EngineConfig, *, recorded: bool = False) -> ResolvedModel:
+def resolve_model(config: EngineConfig, *, spec: ModelSpec | None = None, recorded: bool = False) -> ResolvedModel:
     """Find the checkpoint, its family and its configuration; nothing is allocated.
 
     Args:
         config: the engine's.
+        spec: the family to use, whatever the checkpoint's name and architecture; None looks it up.
         recorded: resolve it as where there is a GPU, for a run on meta tensors in a recording; without a tokenizer.
 
     Raises:
         CheckpointError: there is no such checkpoint.
         UnknownModelError: no family serves it.
+        PluginError: the model class cannot be imported, or not by the ranks that are asked for.
         ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed or for more ranks
             than the model or the machine allows; or `TRITONLLM_TUNING` names a file that is no tuning table.
     """
@@ -85,12 +84,8 @@ def resolve_model(config: EngineConfig, *, recorded: bool = False) -> ResolvedMo
     else:
         checkpoint = open_checkpoint(config.model_name_or_path, revision=config.revision)
         hf_config = checkpoint.config
-    # The name decides first, the architecture only where nobody claims the name.
-    architectures = read_architectures(hf_config or {})
-    spec = default_registry().resolve(
-        config.model_name_or_path if checkpoint is None else checkpoint.path, architectures
-    )
-    _refuse_misnamed(config.model_name_or_path, spec, architectures)
+    if spec is None:
+        spec = _find_spec(config.model_name_or_path, checkpoint, read_architectures(hf_config or {}))
     if checkpoint is not None and not recorded:
         tokenizer = checkpoint.load_tokenizer(config.tokenizer)
     model = resolve_model_config(
@@ -101,6 +96,9 @@ def resolve_model(config: EngineConfig, *, recorded: bool = False) -> ResolvedMo
         tokenizer_eos=getattr(tokenizer, "eos_token_id", None),
     )
     check_world_size(model, config.world_size)
+    load_model_class(spec)
+    if config.world_size > 1:
+        check_ranks_can_import(spec)
     device = "cuda" if recorded else _device(config)
     engine = config.replace(
         max_model_length=resolve_max_model_length(config, model),
@@ -137,6 +135,13 @@ def _checked(tensors: Iterator[tuple[str, torch.Tensor]], tp: TPGroup) -> Iterat
         del tensor  # or it would live on while the next is read
 
 
+def _find_spec(name: str, checkpoint: Checkpoint | None, architectures: Sequence[str]) -> ModelSpec:
+    """The name decides first, the architecture only where nobody claims the name."""
+    spec = default_registry().resolve(name if checkpoint is None else checkpoint.path, architectures)
+    _refuse_misnamed(name, spec, architectures)
+    return spec
+
+
 def _refuse_misnamed(name: str, spec: ModelSpec, architectures: Sequence[str]) -> None:
     """A checkpoint that bears the name of one family and the architecture of another would be computed wrongly."""
     if architectures and spec.architectures and not set(architectures) & set(spec.architectures):
@@ -148,9 +153,12 @@ def _refuse_misnamed(name: str, spec: ModelSpec, architectures: Sequence[str]) -
 
 def _device(config: EngineConfig) -> str:
     device = _available_device(config)
-    if device == "cuda" and config.world_size > max(1, torch.cuda.device_count()):
+    place = launch_place(config.world_size)
+    ranks_here = config.world_size if place is None else place.local_size
+    if device == "cuda" and ranks_here > max(1, torch.cuda.device_count()):
         raise ConfigError(
-            f"world_size={config.world_size} needs as many GPUs, but torch sees {torch.cuda.device_count()}: lower it."
+            f"world_size={config.world_size} needs {ranks_here} GPUs on this host, but torch sees "
+            f"{torch.cuda.device_count()}: lower it."
         )
     return device
 

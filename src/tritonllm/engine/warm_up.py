@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tritonllm.config import EngineConfig
-from tritonllm.engine.controls import RowControls
+from tritonllm.engine.controls import RowControls, Seen
 from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.sequence import RowSampling
 from tritonllm.kernels.decode_attention import distinct_batches
@@ -35,6 +35,6 @@ def warm_up_prefills(
     controls = RowControls(0.1, 2.0, 0.0, 0.0, ((0, 0.0, 0),), (0,), 0)
     for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0), RowSampling(1.0, 2, 0.5, 0, controls)):
         for chunk_length, chunk_count, tile_rows in sizes:
-            seen = None if sampling.controls is None else ([0], [])
+            seen: Seen | None = None if sampling.controls is None else ([0], [])
             chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling, seen)
             yield [chunk] * chunk_count, tile_rows

@@ -121,6 +121,11 @@ def compiling_ahead() -> Iterator[None]:
             _ahead.reset(token)
 
 
+def compiles_ahead() -> bool:
+    """True inside `compiling_ahead`, where what other ranks wait for must not be launched: they may skip theirs."""
+    return _ahead.get()
+
+
 def _kind(value: Any) -> Any:
     """All that Triton looks at in a run-time argument when it chooses a compiled kernel, or more."""
     if isinstance(value, torch.Tensor):
@@ -171,6 +176,14 @@ class Launch:
         else:
             with torch.cuda.device(device):
                 self._launch(device.index)
+
+    def compile(self) -> None:
+        """Compile what `run` would launch on the tensors' device, and launch nothing; in the interpreter nothing."""
+        if interpreting() or recorded_launches() is not None:
+            return
+        device = next(value.device for value in self.args.values() if isinstance(value, torch.Tensor))
+        with torch.cuda.device(device):
+            self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **{**_OPTIONS, **self.options})
 
     def _launch(self, device_index: int | None) -> None:
         """Through Triton's own launch, or straight into what that compiled before for arguments of the same kind.

@@ -104,6 +104,7 @@ class DecodeMetadata:
         workspace: scratch of the split-KV kernel.
         order: int32 `[B]`, the order in which attention takes the rows, longest context first; None for theirs.
         path: the kernels that a layer of the kit takes; the model sets it for its own layers.
+        fused_sums: whether a layer of the kit leaves its sums over the ranks to the norms that follow; likewise.
     """
 
     slot_mapping: torch.Tensor
@@ -112,6 +113,7 @@ class DecodeMetadata:
     workspace: DecodeWorkspace
     order: torch.Tensor | None = None
     path: DecodePath = DecodePath.SEPARATE
+    fused_sums: bool = False
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""

@@ -54,9 +54,12 @@ class DecoderLayer(nn.Module):
 
         Where attn wants N of the T tokens only, both come back as `[N, hidden_size]`; N may be 0.
         Without a residual hidden is the whole stream, as it is from the embedding on if `attn.path` is SKINNY. If that
-        is HOPPER or MIXED, hidden comes back in parts, float32 `[S, T, hidden_size]`, as `RMSNorm` takes it.
+        is HOPPER or MIXED, hidden comes back in parts, float32 `[S, T, hidden_size]`, as `RMSNorm` takes it. With
+        `attn.fused_sums` it is this rank's term of what comes back otherwise, for a norm that is given the group.
         """
         decode = attn if isinstance(attn, DecodeMetadata) else None
+        if decode is not None and decode.fused_sums:
+            return self._fused_sums_step(hidden, residual, positions, cache, decode)
         if decode is not None and decode.path is DecodePath.SKINNY and residual is None:
             stream = self.self_attn.residual_step(hidden, self.input_layernorm, positions, cache, decode)
             return self.mlp.residual_step(stream, self.post_attention_layernorm), None
@@ -73,6 +76,23 @@ class DecoderLayer(nn.Module):
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
+    def _fused_sums_step(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        attn: DecodeMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode step over several ranks, whose norms begin by adding up the ranks' terms."""
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden = self.input_layernorm(hidden, residual, self.tp)
+        hidden = self.self_attn.term_step(hidden, positions, cache, attn)
+        hidden = self.post_attention_layernorm(hidden, residual, self.tp)
+        return self.mlp.term_step(hidden, attn.path), residual
+
 
 def _is_of_the_kit(layer: nn.Module) -> bool:
     """Whether a layer and its attention go by the kit's own methods: others need not know of paths or wanted tokens."""
@@ -84,11 +104,10 @@ def _is_of_the_kit(layer: nn.Module) -> bool:
 
 
 def _may_fuse(layer: nn.Module) -> bool:
-    """Whether a layer may take another path than SEPARATE: one rank, and nothing of the kit replaced."""
+    """Whether a layer may take another path than SEPARATE, and fuse its sums: nothing of the kit is replaced."""
     return (
         isinstance(layer, DecoderLayer)
         and _is_of_the_kit(layer)
-        and layer.tp.size == 1
         and type(layer.mlp).forward is GatedMLP.forward
         and type(layer.input_layernorm) is type(layer.post_attention_layernorm) is RMSNorm
     )
@@ -98,7 +117,7 @@ class DecoderModel(nn.Module):
     """Everything below the LM head, under the checkpoint's prefix `model.`.
 
     Attributes:
-        in_features: row lengths of the layers' weights: hidden size, heads * head_dim, intermediate size.
+        in_features: row lengths of this rank's weights: hidden size, heads * head_dim, intermediate size.
         select_tokens: if True, `forward` returns the tokens alone that a prefill's `last` names, and the last layer
             computes no more than they need. False for all T tokens always.
     """
@@ -109,7 +128,12 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer_class(config, rotary, tp) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.in_features = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+        self.tp = tp
+        self.in_features = (
+            config.hidden_size,
+            tp.split(config.num_heads, "num_heads")[1] * config.head_dim,
+            tp.split(config.intermediate_size, "intermediate_size")[1],
+        )
         self.select_tokens = False
 
     def forward(
@@ -118,13 +142,15 @@ class DecoderModel(nn.Module):
         hidden, residual = self.embed_tokens(input_ids), None
         if isinstance(attn, DecodeMetadata) and type(self.norm) is RMSNorm and all(map(_may_fuse, self.layers)):
             path = decode_path(attn.num_rows, self.in_features, hidden.dtype, hidden.device)
-            attn = replace(attn, path=path)
+            attn = replace(attn, path=path, fused_sums=self.tp.size > 1)
         metadata = [attn] * len(self.layers)
         last = attn.last if isinstance(attn, PrefillMetadata) else None
         if last is not None and self.select_tokens and _is_of_the_kit(self.layers[-1]):
             metadata[-1] = last
         for layer, cache, seen in zip(self.layers, kv_cache, metadata, strict=True):
             hidden, residual = layer(hidden, residual, positions, cache, seen)
+        if isinstance(attn, DecodeMetadata) and attn.fused_sums:
+            return self.norm(hidden, residual, self.tp)
         return self.norm(hidden, residual)
 
 

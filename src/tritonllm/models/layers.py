@@ -68,13 +68,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, tp: TPGroup | None = None) -> torch.Tensor:
         """Norm of x `[T, size]`; with a residual, x is added to it in place first and the sum is normed.
 
-        Then x may also be parts of that sum, float32 `[S, T, size]`.
+        Then x may also be parts of that sum, float32 `[S, T, size]`, and with a group this rank's term of it.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
+        if tp is not None:
+            return tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -114,6 +116,24 @@ class Attention(nn.Module):
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
     ) -> torch.Tensor:
         """hidden `[T, hidden_size]` and int32 positions `[T]` to `[T, hidden_size]`, or `[N, ...]` if attn wants N."""
+        return self.o_proj(self._attend(hidden, positions, cache, attn))
+
+    def term_step(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
+    ) -> torch.Tensor:
+        """This rank's term `[T, hidden_size]` of `self(hidden)`, or parts of it, by the kernels of the step's path."""
+        if attn.path.leaves_parts:
+            return self.parts_step(hidden, positions, cache, attn)
+        if attn.path is DecodePath.SKINNY:
+            heads = skinny_linear(hidden, self.qkv_proj.weight, bias=self.qkv_proj.bias)
+            attended = self._attend_fused(heads, positions, cache, attn)
+            return skinny_linear(attended, self.o_proj.weight, bias=self.o_proj.own_bias)
+        return self.o_proj.term(self._attend(hidden, positions, cache, attn))
+
+    def _attend(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """Everything before the output projection, `[T, heads * head_dim]`, in separate kernels."""
         k_cache, v_cache = cache
         q = rope_store_kv(
             self.qkv_proj(hidden),
@@ -127,7 +147,7 @@ class Attention(nn.Module):
             k_norm=self.k_norm.weight if self.k_norm is not None else None,
             eps=self.eps,
         )
-        return self.o_proj(attn.attend(q, k_cache, v_cache, self.scale).flatten(1))
+        return attn.attend(q, k_cache, v_cache, self.scale).flatten(1)
 
     def residual_step(
         self, stream: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
@@ -141,14 +161,14 @@ class Attention(nn.Module):
     def parts_step(
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
     ) -> torch.Tensor:
-        """`self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank.
+        """This rank's term of `self(hidden)` in three kernels, as parts `[S, T, hidden_size]`, on Hopper.
 
         The first of them is PyTorch's if `attn.path` is MIXED.
         """
         qkv, o = self.qkv_proj, self.o_proj
         in_hopper = attn.path is DecodePath.HOPPER
         heads = hopper_linear(hidden, qkv.weight, bias=qkv.bias) if in_hopper else qkv(hidden)
-        return hopper_linear_parts(self._attend_fused(heads, positions, cache, attn), o.weight, bias=o.bias)
+        return hopper_linear_parts(self._attend_fused(heads, positions, cache, attn), o.weight, bias=o.own_bias)
 
     def _attend_fused(
         self, qkv: torch.Tensor, positions: torch.Tensor, cache: LayerCache, attn: DecodeMetadata
@@ -195,8 +215,18 @@ class GatedMLP(nn.Module):
         )
         return skinny_linear(activated, down.weight, bias=down.bias, residual=stream)
 
+    def term_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
+        """This rank's term `[T, hidden_size]` of `self(hidden)`, or parts of it, by the kernels of a path."""
+        if path.leaves_parts:
+            return self.parts_step(hidden, path)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if path is DecodePath.SKINNY:
+            activated = skinny_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
+            return skinny_linear(activated, down.weight, bias=down.own_bias)
+        return down.term(silu_and_mul(gate_up(hidden)))
+
     def parts_step(self, hidden: torch.Tensor, path: DecodePath) -> torch.Tensor:
-        """`self(hidden)` as parts `[S, T, hidden_size]`, for decode steps on Hopper and one rank.
+        """This rank's term of `self(hidden)` as parts `[S, T, hidden_size]`, on Hopper.
 
         Two kernels on the path HOPPER; three on MIXED, with gate and up from PyTorch.
         """
@@ -205,7 +235,7 @@ class GatedMLP(nn.Module):
             activated = hopper_linear(hidden, gate_up.weight, bias=gate_up.bias, gated=True)
         else:
             activated = silu_and_mul(gate_up(hidden))
-        return hopper_linear_parts(activated, down.weight, bias=down.bias)
+        return hopper_linear_parts(activated, down.weight, bias=down.own_bias)
 
 
 class VocabEmbedding(VocabMatrix):

@@ -118,8 +118,17 @@ class RowLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, length), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias as far as this rank adds it: rank 0 does."""
+        return self.bias if self.tp.rank == 0 else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+        return self.tp.all_reduce(self.term(x))
+
+    def term(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term of the sum that `forward` gives."""
+        return F.linear(x, self.weight, self.own_bias)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         out_features = self.weight.shape[0]

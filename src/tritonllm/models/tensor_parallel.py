@@ -8,6 +8,7 @@ import torch
 
 from tritonllm.config import ModelConfig
 from tritonllm.errors import ConfigError
+from tritonllm.kernels.norm import add_rms_norm
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class TPGroup:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; the tensor itself in a group of one."""
         return tensor
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """`add_rms_norm` of the sum of x over the ranks; every rank has the same residual, and keeps the same."""
+        return add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, stacked in the order of the ranks: `[...]` to `[size, ...]`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -65,23 +66,39 @@ def assert_ways_agree(
         num_tokens: tokens to generate for each.
         ways: names of `WAYS`; None is all but those on request.
         sampled: with temperature, top-k, top-p and a seed for each prompt, instead of greedily.
-        engine_keys: further configuration, such as `device`.
+        engine_keys: further configuration, such as `device`, and the `spec` of a family that is not registered.
 
     Raises:
         AssertionError: a way gives other tokens, or does not do what its name says; names way, prompt and token.
     """
     keys = {"dtype": "float32", **engine_keys}
-    params = [_sampled(index, num_tokens) if sampled else _greedy(num_tokens) for index in range(len(prompts))]
+    params = [_sampled(index, num_tokens) if sampled else greedy(num_tokens) for index in range(len(prompts))]
     expected = complete_alone(name_or_path, prompts, params, keys)
     for name in ways if ways is not None else [name for name in WAYS if name not in WAYS_ON_REQUEST]:
-        found = WAYS[name](name_or_path, prompts, params, keys)
-        for index, (ours, alone) in enumerate(zip(found, expected, strict=True)):
-            if ours != alone:
-                step = next((i for i, (a, b) in enumerate(zip(ours, alone, strict=False)) if a != b), len(ours))
-                raise AssertionError(
-                    f"{name}: prompt {index} of {len(prompts[index])} tokens differs from token {step} on: "
-                    f"{ours[step : step + 8]}, alone in a fresh engine {alone[step : step + 8]}"
-                )
+        assert_way_agrees(name, name_or_path, prompts, params, keys, expected)
+
+
+def assert_way_agrees(
+    name: str,
+    name_or_path: str,
+    prompts: list[Tokens],
+    params: list[SamplingParams],
+    keys: dict[str, Any],
+    expected: list[Tokens],
+) -> None:
+    """Complete prompts in one way and compare with what `complete_alone` gave.
+
+    Raises:
+        AssertionError: as `assert_ways_agree`.
+    """
+    found = WAYS[name](name_or_path, prompts, params, keys)
+    for index, (ours, alone) in enumerate(zip(found, expected, strict=True)):
+        if ours != alone:
+            step = next((i for i, (a, b) in enumerate(zip(ours, alone, strict=False)) if a != b), len(ours))
+            raise AssertionError(
+                f"{name}: prompt {index} of {len(prompts[index])} tokens differs from token {step} on: "
+                f"{ours[step : step + 8]}, alone in a fresh engine {alone[step : step + 8]}"
+            )
 
 
 def complete_alone(
@@ -107,7 +124,7 @@ def way_engine(
         "max_num_batched_tokens": sum(lengths),
         "max_cached_blocks": sum(-(-length // BLOCK_SIZE) for length in lengths) + len(prompts),
     }
-    return LLMEngine({"model_name_or_path": name_or_path, **sized, **keys, **changes})
+    return LLMEngine(name_or_path, **{**sized, **keys, **changes})
 
 
 def _way(**changes: Any) -> Way:
@@ -194,11 +211,12 @@ def interpreted_kernels(
     name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
 ) -> list[Tokens]:
     """The kernels' own code on a CPU, in a process of its own; for two layers and a few tokens, since it is slow."""
+    spec = keys.get("spec")
     asked = {
         "name": name_or_path,
         "prompts": prompts,
         "params": [vars(param) for param in params],
-        "keys": {**keys, "device": "cpu", "dtype": "float32"},
+        "keys": {**keys, "device": "cpu", "dtype": "float32", "spec": spec and dataclasses.asdict(spec)},
     }
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     run = [sys.executable, "-m", "tritonllm.testing.interpreted"]
@@ -212,7 +230,8 @@ def _lengths(prompts: list[Tokens], params: list[SamplingParams]) -> list[int]:
     return [len(prompt) + (param.max_tokens or 0) for prompt, param in zip(prompts, params, strict=True)]
 
 
-def _greedy(num_tokens: int) -> SamplingParams:
+def greedy(num_tokens: int) -> SamplingParams:
+    """Greedily, exactly this many tokens."""
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 
 from tritonllm.errors import EngineError
+from tritonllm.hookspecs import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -26,8 +27,10 @@ def main() -> None:
         raise EngineError("the interpreter is off; set TRITON_INTERPRET=1 before Python starts")
     asked = json.load(sys.stdin)
     params = [SamplingParams(**fields) for fields in asked["params"]]
+    keys = asked["keys"]
+    keys["spec"] = keys["spec"] and ModelSpec(**keys["spec"])
     # Small blocks: a program reads whole blocks.
-    with way_engine(asked["name"], asked["prompts"], params, asked["keys"], block_size=4) as engine:
+    with way_engine(asked["name"], asked["prompts"], params, keys, block_size=4) as engine:
         completions = engine.generate(asked["prompts"], params)["token_ids"]
     sys.stdout.write(f"{json.dumps(completions)}\n")
 

@@ -1,6 +1,6 @@
 """Checkpoints: finding them, streaming their tensors, and filling a model with them."""
 
-from tritonllm.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
+from tritonllm.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, meta_tensors
 from tritonllm.weights.dummy import dummy_weights
 from tritonllm.weights.gguf_checkpoint import GgufCheckpoint
 from tritonllm.weights.load import LoadReport, load_weights
@@ -13,5 +13,6 @@ __all__ = [
     "SafetensorsCheckpoint",
     "dummy_weights",
     "load_weights",
+    "meta_tensors",
     "open_checkpoint",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,6 +65,13 @@ class SafetensorsCheckpoint:
         self._shard_of, self._files = _weight_files(path)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._read(lambda shard, name: shard.get_tensor(name))
+
+    def slices(self) -> Iterator[tuple[str, Any]]:
+        """Every tensor's name with a slice of safetensors, which knows its shape and type and has read nothing yet."""
+        return self._read(lambda shard, name: shard.get_slice(name))
+
+    def _read(self, read: Callable[[Any, str], Any]) -> Iterator[tuple[str, Any]]:
         from safetensors import SafetensorError, safe_open
 
         for file in self._files:
@@ -73,7 +80,7 @@ class SafetensorsCheckpoint:
                     for name in shard.keys():  # noqa: SIM118 - not a mapping
                         # The index decides where a tensor that lies in two shards is read from.
                         if self._shard_of.get(name, file.name) == file.name:
-                            yield name, shard.get_tensor(name)
+                            yield name, read(shard, name)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
                     f"{file} ({file.stat().st_size} bytes) is not a readable safetensors file ({error}); "
@@ -84,6 +91,22 @@ class SafetensorsCheckpoint:
         if tokenizer is None and not any((self.path / name).is_file() for name in TOKENIZER_FILES):
             return None
         return load_tokenizer(tokenizer or str(self.path))
+
+
+def meta_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names of a checkpoint's tensors with their shapes, as meta tensors.
+
+    Of safetensors files only the headers are read. A type that is not floating comes as uint8.
+    """
+    import torch
+
+    if not isinstance(checkpoint, SafetensorsCheckpoint):
+        yield from ((name, tensor.to("meta")) for name, tensor in checkpoint.tensors())
+        return
+    floating = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+    for name, shard in checkpoint.slices():
+        dtype = floating.get(shard.get_dtype(), torch.uint8)
+        yield name, torch.empty(shard.get_shape(), dtype=dtype, device="meta")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import os
 import reprlib
 from pathlib import Path
 
+from tritonllm.checkpoint_names import checkpoint_key
 from tritonllm.errors import CheckpointError
-from tritonllm.registry import checkpoint_key
 from tritonllm.weights.checkpoint import CONFIG, Checkpoint, SafetensorsCheckpoint
 from tritonllm.weights.gguf_checkpoint import GgufCheckpoint
 

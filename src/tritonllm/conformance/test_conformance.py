@@ -1,0 +1,64 @@
+"""The kit as tests, one for each family and check. Run as `pytest --pyargs tritonllm.conformance`, with its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tritonllm.conformance.plugin import SUBJECTS
+from tritonllm.errors import TritonLLMError
+
+if TYPE_CHECKING:
+    from tritonllm.conformance.candidate import Candidate
+    from tritonllm.conformance.subjects import Subject
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every check for every family that the options name."""
+    subjects = metafunc.config.stash[SUBJECTS]
+    if not subjects:
+        raise pytest.Collector.CollectError(
+            "no family is named: give --tritonllm-model NAME_OR_PATH or --tritonllm-spec package.module:SPEC"
+        )
+    from tritonllm.conformance.checks import CHECKS
+
+    cases = {
+        f"{subject.spec.name}-{check}": (subject, check)
+        for subject in subjects
+        for check in CHECKS
+        if check != "checkpoint" or subject.checkpoint is not None
+    }
+    metafunc.parametrize(
+        ("candidate", "check"), cases.values(), ids=cases.keys(), indirect=["candidate"], scope="session"
+    )
+
+
+@pytest.fixture(scope="session")
+def candidate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Candidate]:
+    """The family, with its twin in a folder."""
+    from tritonllm.conformance.candidate import make_candidate, one_thread
+
+    subject: Subject = request.param
+    spec, device = subject.spec, request.config.getoption("--tritonllm-device")
+    with one_thread():
+        try:
+            made = make_candidate(spec, tmp_path_factory.mktemp("twin"), device, subject.checkpoint)
+        except (TritonLLMError, ValueError) as error:
+            pytest.fail(f"{spec.name}: {error}", pytrace=False)
+        yield made
+
+
+def test_conformance(candidate: Candidate, check: str) -> None:
+    """One check of one family, failing in plain words."""
+    from tritonllm.conformance.checks import CHECKS
+
+    if check not in ("loads", "checkpoint") and candidate.loading_error is not None:
+        pytest.skip("the family does not load, see the check `loads`")
+    try:
+        CHECKS[check](candidate)
+        return
+    except (AssertionError, TritonLLMError) as error:
+        words = str(error)
+    pytest.fail(f"{candidate.spec.name}, {check}: {words}", pytrace=False)
