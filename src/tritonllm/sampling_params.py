@@ -96,7 +96,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop_token_ids, (list, set, frozenset)):
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if isinstance(self.allowed_token_ids, (list, set, frozenset)):
+        if isinstance(self.allowed_token_ids, (list, set, frozenset, range)):
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         check_fields(self, _RULES, RequestError)

@@ -82,7 +82,7 @@ def test_without_a_graph_the_step_is_called_at_its_padded_size() -> None:
 def test_replayed_steps_give_the_tokens_of_eager_ones(make_engine, limit: int, controlled: bool) -> None:
     filtered = (9, 30) if controlled else (5, 9, 17, 2, 11)
     params = [
-        SamplingParams(temperature=index % 2, top_k=9 if n in filtered else 0, max_tokens=n, ignore_eos=True, seed=index)
+        SamplingParams(temperature=index % 2, top_k=9 * (n in filtered), max_tokens=n, ignore_eos=True, seed=index)
         for index, n in enumerate(LENGTHS)
     ]
     if controlled:
