@@ -34,6 +34,7 @@ _RULES: dict[str, Rule] = {
     ).or_none(),
     "min_tokens": integer(0),
     "logprobs": integer(0, MAX_LOGPROBS).or_none(),
+    "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none(),
     "seed": integer(0, 2**64 - 1).or_none(),
     "max_model_length": integer(1).or_none(),
     "skip_special_tokens": flag(),
@@ -68,6 +69,8 @@ class SamplingParams:
         min_tokens: no token that ends the text is chosen before so many others were: >= 0, at most `max_tokens`.
         logprobs: report the log probability of each chosen token and of so many likeliest ones, 0 to 20; None reports
             nothing. They are the model's own, without temperature, penalties and filters.
+        prompt_logprobs: the same for each token of the prompt but the first. The prompt then takes nothing from the
+            prefix cache.
         seed: in [0, 2**64). The same seed gives the same tokens, whatever else is in the batch; None draws from
             the engine's seed.
         max_model_length: most tokens of prompt and output together, >= 1; None is the engine's limit.
@@ -89,6 +92,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_model_length: int | None = None
     skip_special_tokens: bool = True
     stop_token_ids: tuple[int, ...] = ()

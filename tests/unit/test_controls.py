@@ -172,6 +172,73 @@ class TestLogprobs:
         assert [entry.token_id for entry in outputs[0].logprobs] == outputs[0].token_ids
 
 
+class TestPromptLogprobs:
+    @pytest.mark.parametrize("budget", [7, 512])
+    def test_every_token_but_the_first_has_an_entry(self, make_engine, budget: int) -> None:
+        """Whole, in chunks, twice so that the cache holds the prompt, and beside a request that wants none."""
+        engine = make_engine(max_num_sequences=4, max_model_length=96, max_num_batched_tokens=budget)
+        prompt = PROMPT * 4
+        exact = [all_logits(engine, prompt[:length]).double().log_softmax(0) for length in range(1, len(prompt))]
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
+        plain = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        for _ in range(2):
+            result = engine.generate([prompt, prompt], [params, plain])
+            assert result["token_ids"][0] == result["token_ids"][1]
+            assert result["usage"][0]["cached_tokens"] == 0
+            assert result["prompt_logprobs"][1] is None
+            first, *entries = result["prompt_logprobs"][0]
+            assert first is None
+            assert [entry.token_id for entry in entries] == prompt[1:]
+            for entry, logprobs in zip(entries, exact, strict=True):
+                order = logprobs.sort(descending=True, stable=True).indices[:2].tolist()
+                assert [token for token, _ in entry.top] == order
+                assert entry.rank == 1 + int((logprobs > logprobs[entry.token_id]).sum())
+                values = torch.tensor([entry.logprob, *(value for _, value in entry.top)], dtype=torch.float64)
+                torch.testing.assert_close(values, logprobs[[entry.token_id, *order]], rtol=1e-5, atol=1e-5)
+        assert result["usage"][1]["cached_tokens"] > 0
+
+    def test_a_preempted_prompt_has_each_entry_once(self, make_engine) -> None:
+        prompts = [[*PROMPT, *PROMPT, index] for index in range(3)]
+        params = SamplingParams(temperature=0.7, seed=5, max_tokens=30, ignore_eos=True, prompt_logprobs=1, logprobs=0)
+        roomy = make_engine(max_num_sequences=3, max_model_length=96).generate(prompts, params)
+        tight = make_engine(max_num_sequences=3, max_model_length=96, max_cached_blocks=7, max_num_batched_tokens=16)
+        result = tight.generate(prompts, params)
+        assert tight.stats()["preemptions"] > 0
+        assert result["token_ids"] == roomy["token_ids"]
+        for ours, theirs in zip(result["prompt_logprobs"], roomy["prompt_logprobs"], strict=True):
+            assert [entry and entry.token_id for entry in ours] == [entry and entry.token_id for entry in theirs]
+            for one, other in zip(ours[1:], theirs[1:], strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+    def test_a_prompt_of_one_token_has_none(self, engine: LLMEngine) -> None:
+        result = engine.generate([[5]], SamplingParams(max_tokens=2, prompt_logprobs=3))
+        assert result["prompt_logprobs"] == [[None]]
+
+    def test_scores_are_the_log_probabilities_of_the_continuations(self, engine: LLMEngine) -> None:
+        scores = engine.score([PROMPT, [5]], [[8, 9, 10], [7]])
+        assert [[entry.token_id for entry in entries] for entries in scores] == [[8, 9, 10], [7]]
+        for step, entry in enumerate(scores[0]):
+            exact = all_logits(engine, [*PROMPT, 8, 9, 10][: len(PROMPT) + step]).double().log_softmax(0)
+            assert entry.logprob == pytest.approx(exact[entry.token_id].item(), abs=1e-5)
+        assert engine.score(PROMPT, [8, 9, 10]) == scores[:1]
+        (best,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))["token_ids"]
+        assert [entry.rank for entry in engine.score([PROMPT], [best])[0]] == [1, 1, 1]
+
+    @pytest.mark.parametrize(
+        ("continuations", "message"),
+        [
+            ([[1], [2]], "1 prompts but 2 continuations"),
+            ([[]], r"continuation 0 is \[\]"),
+            (["text"], "continuation 0 is 'text'; give at least one token id"),
+            ([[512]], "prompt 0 or its continuation: token id 512"),
+            ([[1] * 86], "prompt 0: the prompt has 96 tokens and leaves no room"),
+        ],
+    )
+    def test_wrong_continuations_are_refused(self, engine: LLMEngine, continuations: list, message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            engine.score([PROMPT], continuations)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "message"),

@@ -86,8 +86,9 @@ def check_controls(params: SamplingParams, vocab_size: int, eos_token_ids: Colle
             f"allowed_token_ids={params.allowed_token_ids} all end the text, which min_tokens={params.min_tokens} "
             "forbids; allow one more token"
         )
-    if params.logprobs is not None and params.logprobs > vocab_size:
-        raise RequestError(f"logprobs={params.logprobs} is more than the {vocab_size} tokens of the model's vocabulary")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise RequestError(f"{name}={getattr(params, name)} is more than the model's {vocab_size} tokens")
     controls = controls_of(params, 0, end_token_ids)
     if controls is not None and len(controls.biases) > MAX_BIASES:
         raise RequestError(

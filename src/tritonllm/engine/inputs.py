@@ -79,6 +79,8 @@ class StepInputs:
         sampling: how they are chosen, None if N is 0.
         choice: what choosing them takes.
         controlled: those of the N rows that have controls.
+        followed: `(index of a token, the tokens of its prompt from the next one on)` for each prompt of which log
+            probabilities are reported.
     """
 
     is_prefill: bool
@@ -91,6 +93,7 @@ class StepInputs:
     sampling: SamplingRows | None
     choice: Choice
     controlled: tuple[ControlledRow, ...] = ()
+    followed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def control_state(self, vocab_size: int) -> ControlState | None:
         """State of the N rows with what those with controls say, made anew; None if no row has any."""
@@ -101,9 +104,9 @@ class StepInputs:
         return state
 
     def attn_of_last(self, workspace: DecodeWorkspace) -> AttentionMetadata:
-        """`attn` that also tells a model that the hidden states of `last_tokens` are all that is wanted."""
+        """`attn` that also tells a model, if it is so, that it is only asked for the hidden states of `last_tokens`."""
         attn = self.attn
-        if not isinstance(attn, PrefillMetadata):
+        if not isinstance(attn, PrefillMetadata) or self.followed:
             return attn
         last = LastTokensMetadata(
             slot_mapping=attn.slot_mapping,
@@ -261,7 +264,9 @@ def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, 
         for row, chunk in enumerate(chunk for chunk in chunks if chunk.sample)
         if chunk.sampling.controls is not None
     )
-    return replace(inputs, controlled=controlled)
+    starts = itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
+    followed = ((start, chunk.next_token_ids) for start, chunk in zip(starts, chunks, strict=False))
+    return replace(inputs, controlled=controlled, followed=tuple(entry for entry in followed if entry[1]))
 
 
 def chunk_inputs(

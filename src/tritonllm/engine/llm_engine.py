@@ -13,13 +13,15 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.controls import check_controls
 from tritonllm.engine.detokenizer import Detokenizer, decode
 from tritonllm.engine.launch_place import launch_place
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
-from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
+from tritonllm.engine.prompts import Prompt, as_continued, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_loop import StepLoop
+from tritonllm.errors import EngineError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
@@ -169,8 +171,8 @@ class LLMEngine:
 
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
-            "error"), `usage` (token counts), `errors` (None, or why that request failed) and `logprobs` (None, or a
-            `TokenLogprobs` for each token, where `SamplingParams.logprobs` asks for them).
+            "error"), `usage` (token counts), `errors` (None, or why that request failed), and `logprobs` and
+            `prompt_logprobs` (None, or a `TokenLogprobs` for each token, where `SamplingParams` asks for them).
 
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
@@ -191,7 +193,31 @@ class LLMEngine:
                 "usage": [output.usage for output in outputs],
                 "errors": [output.error for output in outputs],
                 "logprobs": [output.logprobs for output in outputs],
+                "prompt_logprobs": [output.prompt_logprobs for output in outputs],
             }
+
+    def score(self, prompts: Prompt | ListOf[Prompt], continuations: ListOf[Any]) -> list[list[TokenLogprobs]]:
+        """Log probabilities of given continuations under the model, computed as prompts are.
+
+        Args:
+            prompts: strings or lists of token ids, or one of them.
+            continuations: a list of token ids for each prompt, or one for one prompt.
+
+        Returns:
+            For each prompt an entry for each token of its continuation, with rank 1 where that is the likeliest.
+
+        Raises:
+            RequestError: an argument is bad, or a prompt with its continuation leaves no room for one more token.
+            EngineError: a request failed, besides the reasons of every method.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        wholes = as_continued(prompts, continuations, self.tokenizer, self.model_config.vocab_size)
+        result = self.generate([prompt + continuation for prompt, continuation in wholes], params)
+        for index, error in enumerate(result["errors"]):
+            if error is not None:
+                raise EngineError(f"prompt {index}: {error}")
+        entries = zip(result["prompt_logprobs"], wholes, strict=True)
+        return [logprobs[len(prompt) :] for logprobs, (prompt, _) in entries]
 
     def stream(
         self,

@@ -15,7 +15,7 @@ from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.engine.inputs import SamplingRows, StepInputs, chunk_inputs, decode_inputs, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
-from tritonllm.engine.logprobs import TokenLogprobs
+from tritonllm.engine.logprobs import StepLogprobs
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
@@ -82,7 +82,7 @@ class ModelRunner:
                 others.wait_until_loaded()
             self._make_state(tp)
         self._thread = threading.local()
-        self.logprobs: list[TokenLogprobs] | None = None
+        self.logprobs: StepLogprobs | None = None
         self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
         self.prefill_graphs = self.make_prefill_graphs(self.device.type != "cpu" and not self.config.enforce_eager)
         self._make_pool()
@@ -234,6 +234,8 @@ class ModelRunner:
         """Run prompt chunks and sample for those that end a prompt."""
         attn = inputs.attn_of_last(self.workspace)
         hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
+        if inputs.followed:
+            self._choose.report_prompts(hidden, inputs.followed)
         if inputs.sampling is None:
             return
         # A model may have returned those rows alone. If all tokens are wanted they are the same, as they come in order.

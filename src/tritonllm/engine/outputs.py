@@ -21,6 +21,7 @@ class RequestOutput:
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
         logprobs: an entry for each token, if they were asked for.
+        prompt_logprobs: an entry for each token of the prompt, None for the first; if they were asked for.
     """
 
     seq_id: int
@@ -30,6 +31,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def __iter__(self) -> Iterator[int | list[int]]:
         return iter((self.seq_id, self.token_ids))
@@ -44,6 +46,7 @@ class RequestOutput:
             seq.num_prompt_tokens,
             seq.num_cached_tokens,
             None if seq.sampling_params.logprobs is None else seq.logprobs,
+            None if seq.sampling_params.prompt_logprobs is None else [None, *seq.prompt_logprobs],
         )
 
     @property

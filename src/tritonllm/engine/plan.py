@@ -45,6 +45,8 @@ class PrefillChunk(NamedTuple):
         sample: True for the last chunk of a prompt, whose last position yields a token.
         sampling: how that token is chosen.
         seen: the tokens before it, if penalties have to know them.
+        next_token_ids: the tokens of the prompt that follow the first, second, ... of the chunk, if their log
+            probabilities are wanted.
     """
 
     token_ids: list[int]
@@ -53,6 +55,7 @@ class PrefillChunk(NamedTuple):
     sample: bool
     sampling: RowSampling
     seen: Seen | None = None
+    next_token_ids: tuple[int, ...] = ()
 
     @property
     def context_len(self) -> int:
@@ -93,8 +96,13 @@ class StepPlan:
 
     @property
     def reports(self) -> bool:
-        """Whether log probabilities of this step are read."""
+        """Whether log probabilities of tokens that this step chooses are read."""
         return max(self.choice, choice_of_chunks(self.chunks)) is Choice.REPORTED
+
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether log probabilities of tokens of prompts are read."""
+        return any(chunk.next_token_ids for chunk in self.chunks)
 
 
 def choice_of_chunks(chunks: list[PrefillChunk]) -> Choice:
@@ -127,6 +135,7 @@ def prefill_chunk(seq: Sequence, num_tokens: int) -> PrefillChunk:
         sample=stop == len(seq),
         sampling=seq.sampling,
         seen=seq.seen(stop) if stop == len(seq) else None,
+        next_token_ids=seq.next_prompt_tokens(start, stop),
     )
 
 

@@ -84,7 +84,7 @@ class PrefillGraphs:
         needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)
         index = next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
         choice = choice_of_chunks(chunks)
-        if index is None or choice not in _CAPTURED:
+        if index is None or choice not in _CAPTURED or any(chunk.next_token_ids for chunk in chunks):
             self.forward(chunk_inputs(chunks, self.block_size, self.tiling, self.device))
             return
         packed = on_host(self.layouts[index].pack(chunks, self.block_size), self.device)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as TokenIds
 from tritonllm.engine.block_manager import BlockManager
 from tritonllm.engine.controls import controls_of
 from tritonllm.engine.in_flight import InFlight
-from tritonllm.engine.logprobs import TokenLogprobs
+from tritonllm.engine.logprobs import StepLogprobs
 from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
 from tritonllm.engine.rows import RowPlacement
 from tritonllm.engine.sequence import Choice, Sequence, SequenceStatus
@@ -171,19 +171,20 @@ class Scheduler:
             self._steady = SteadyBatch(rows.sequences, plan.choice, self.block_size)
         return plan
 
-    def postprocess(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[Sequence]:
+    def postprocess(self, token_ids: list[int], logprobs: StepLogprobs | None = None) -> list[Sequence]:
         """Take in the tokens of the oldest step in flight.
 
         Args:
             token_ids: one for each decode row, then one for each chunk that samples; -1 where the model's output was
                 NaN.
-            logprobs: as many, if the step reports any.
+            logprobs: what the step reports.
 
         Returns:
             The requests found finished, each once in its life, aborted ones among them.
         """
         step = self._in_flight.popleft()
-        step.record_logprobs(token_ids, logprobs)
+        if logprobs is not None:
+            step.record_logprobs(token_ids, logprobs)
         tokens = iter(token_ids)
         block_size = self.block_size
         for seq, token in zip(step.decoded, tokens, strict=False):

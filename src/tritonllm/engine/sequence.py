@@ -76,6 +76,7 @@ class Sequence:
         end_token_ids: ids that end the text; set then, too.
         sampling: how its tokens are chosen; whole once the scheduler has admitted the request.
         logprobs: what was reported of each token of the completion, if the request asked for that.
+        prompt_logprobs: the same of each token of the prompt but the first.
         block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
         num_cached_tokens: tokens found in the prefix cache when the sequence was first admitted.
         num_computed_tokens: tokens whose keys and values are stored, or will be by a step already launched.
@@ -122,6 +123,7 @@ class Sequence:
         self.row = -1
         self.token_source = -1
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -163,6 +165,18 @@ class Sequence:
         if controls is None or not controls.has_penalties:
             return None
         return self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens : stop]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are to be reported still; until then every token is computed."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def next_prompt_tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens of the prompt behind positions `start` to `stop - 1`, if their log probabilities are wanted."""
+        if not self.wants_prompt_logprobs:
+            return ()
+        return tuple(self.token_ids[start + 1 : min(stop + 1, self.num_prompt_tokens)])
 
     def append_token(self, token_id: int) -> None:
         """Add a sampled token."""

@@ -7,7 +7,8 @@ import torch
 from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.inputs import SamplingRows
 from tritonllm.engine.sequence import Choice
-from tritonllm.engine.step_results import StepResults
+from tritonllm.engine.step_results import StepResults, pack_report
+from tritonllm.engine.upload import to_device
 from tritonllm.kernels.logit_controls import adjust_logits
 from tritonllm.kernels.logprobs import token_logprobs
 from tritonllm.kernels.row_layout import NUM_LOGPROBS
@@ -15,6 +16,9 @@ from tritonllm.kernels.sampling import pick_tokens, sample_tokens
 from tritonllm.models.decoder import DecoderLM
 from tritonllm.models.layers import LMHead
 from tritonllm.models.protocol import CausalLM
+
+_PROMPT_ROWS = 256
+"""Tokens of a prompt whose logits are there at a time."""
 
 
 class TokenChoice:
@@ -61,3 +65,24 @@ class TokenChoice:
         wanted = sampling.headers[:, NUM_LOGPROBS]
         self._results.report(first_row, *token_logprobs(logits, tokens, wanted, self._results.num_top))
         return tokens
+
+    def report_prompts(self, hidden: torch.Tensor, followed: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
+        """Report log probabilities of prompts, of a few tokens at a time: all their logits would not fit.
+
+        Args:
+            hidden: `[T, hidden_size]` of a step.
+            followed: as in `StepInputs`.
+        """
+        tokens = to_device([token for _, following in followed for token in following], hidden.device)
+        wanted = torch.ones(_PROMPT_ROWS, dtype=torch.int32, device=hidden.device)
+        report = self._results.start_prompts(len(tokens))
+        done = 0
+        for start, following in followed:
+            for first in range(0, len(following), _PROMPT_ROWS):
+                count = min(_PROMPT_ROWS, len(following) - first)
+                logits = self._compute_logits(hidden[start + first : start + first + count])
+                rows = slice(done, done + count)
+                # A copy, since a slice's alignment would depend on the lengths of prompts, and with it the kernel.
+                given = tokens[rows].clone()
+                pack_report(report[rows], *token_logprobs(logits, given, wanted[:count], self._results.num_top))
+                done += count

@@ -36,5 +36,6 @@ def warm_up_prefills(
     for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0), RowSampling(1.0, 2, 0.5, 0, controls)):
         for chunk_length, chunk_count, tile_rows in sizes:
             seen: Seen | None = None if sampling.controls is None else ([0], [])
-            chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling, seen)
+            following = (0,) * (0 if seen is None else chunk_length)
+            chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling, seen, following)
             yield [chunk] * chunk_count, tile_rows
