@@ -43,6 +43,7 @@ def test_defaults() -> None:
         ),
         ("min_tokens", "integer >= 0", [-1, 1.5, True, None, "1"]),
         ("logprobs", "integer from 0 to 20, or None", [-1, 21, 1.0, True, "1"]),
+        ("prompt_logprobs", "integer from 0 to 20, or None", [-1, 21, 1.0, True, "1"]),
         ("seed", "integer from 0 to 18446744073709551615, or None", [-1, 2**64, 1.0, True, "1"]),
         ("max_model_length", "integer >= 1, or None", [0, -1, 1.5, True, "8"]),
         ("skip_special_tokens", "True or False", [1, None, "yes"]),
@@ -74,6 +75,7 @@ def test_out_of_range(field: str, allowed: str, refused: list[object]) -> None:
         ("allowed_token_ids", [None, (0,), (5, 5, 2)]),
         ("min_tokens", [0, 1, 64]),
         ("logprobs", [None, 0, 20]),
+        ("prompt_logprobs", [None, 0, 20]),
         ("max_model_length", [1, 4096, None]),
     ],
 )
