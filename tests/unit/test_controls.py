@@ -122,6 +122,17 @@ def test_rows_without_controls_are_as_they_are_alone(engine: LLMEngine) -> None:
     assert [together[0], *together[2:]] == alone
 
 
+def test_rows_written_anew_at_every_step_count_each_token_once(engine: LLMEngine) -> None:
+    """Whoever schedules on their own writes a row whole, its newest token read."""
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, frequency_penalty=2, repetition_penalty=1.3)
+    seq = Sequence(PROMPT, params, block_size=engine.config.block_size)
+    seq.block_table = [2, 4]
+    seq.append_token(engine.runner.run([seq], is_prefill=True)[0])
+    while seq.num_completion_tokens < 9:
+        seq.append_token(engine.runner.run([seq], is_prefill=False)[0])
+    assert seq.completion_token_ids == expected(engine, params, 9)
+
+
 class TestLogprobs:
     @pytest.fixture
     def result(self, engine: LLMEngine) -> dict:
