@@ -129,7 +129,9 @@ def test_rows_written_anew_at_every_step_count_each_token_once(engine: LLMEngine
     seq.block_table = [2, 4]
     seq.append_token(engine.runner.run([seq], is_prefill=True)[0])
     while seq.num_completion_tokens < 9:
-        seq.append_token(engine.runner.run([seq], is_prefill=False)[0])
+        token = engine.runner.run([seq], is_prefill=False)[0]
+        assert int((engine.runner.controls.counts[0] & 0x7FFF).sum()) == seq.num_completion_tokens
+        seq.append_token(token)
     assert seq.completion_token_ids == expected(engine, params, 9)
 
 
