@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,6 +24,7 @@ from tritonllm.kernels.recording import recording
 from tritonllm.kernels.targets import TARGETS
 from tritonllm.models.decoder import DecoderLM
 from tritonllm.registry import ModelRegistry
+from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
 SHAPE = {
     "vocab_size": 512,
@@ -46,7 +48,7 @@ EVERYWHERE = {
     "_decode_attention_kernel",
     "_prefill_attention_kernel",
     "_rope_store_kernel",
-    "_silu_and_mul_kernel",
+    "_activate_and_mul_kernel",
     "_add_rms_norm_kernel",
     "_rms_norm_kernel",
     "_gemv_kernel",
@@ -122,9 +124,59 @@ def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     assert {launch.args["thresholds_ptr"] is None for launch in of(launches, "_pick_kernel")} == {True, False}
 
 
+class TestWindowsAndCaps:
+    """Which kernels a model gets whose layers have windows or softcaps."""
+
+    @pytest.fixture
+    def started(self, tmp_path: Path) -> Callable[..., list[Launch]]:
+        def started(family: str, **fields: object) -> list[Launch]:
+            hf_config = tiny_hf_config(family, heads="4/2x128", **fields)
+            save_tiny_checkpoint(hf_config, tmp_path, tokenizer=False)
+            config = EngineConfig(str(tmp_path), dtype="bfloat16", max_num_sequences=24, max_model_length=200)
+            return recorded_start(config, TARGETS["sm_90"].counts_as)
+
+        return started
+
+    def test_hopper_s_prefill_is_for_plain_layers_and_the_other_form_takes_its_tiles(self, started) -> None:
+        # Not in the last layer, whose attention is that of the sampled tokens.
+        types = ["sliding_attention", "full_attention", "sliding_attention"]
+        launches = started("gemma3_text", num_hidden_layers=3, layer_types=types)
+        assert of(launches, "_prefill_hopper_kernel")
+        portable = of(launches, "_prefill_attention_kernel")
+        forms = {(launch.constexprs["BLOCK_M"], launch.constexprs["WINDOW"]) for launch in portable}
+        assert forms == {(64, None), (64, 16), (128, 16)}
+
+    def test_without_a_plain_layer_no_tile_is_cut_for_hopper(self, started) -> None:
+        for family, fields in (("gemma2", {}), ("mistral", {"sliding_window": 16})):
+            launches = started(family, **fields)
+            assert not of(launches, "_prefill_hopper_kernel")
+            portable = of(launches, "_prefill_attention_kernel")
+            assert {launch.constexprs["BLOCK_M"] for launch in portable} == {64}
+
+    def test_layers_of_four_norms_take_the_separate_kernels(self, started) -> None:
+        launches = started("gemma2")
+        assert not names(launches) & {"_fused_decode_attention_kernel", "_hopper_linear_kernel"}
+        options = {
+            (launch.constexprs["WINDOW"], launch.constexprs["SOFTCAP"])
+            for launch in of(launches, "_decode_attention_kernel")
+        }
+        assert options == {(16, 50.0), (None, 50.0)}
+
+    def test_pre_norm_layers_with_a_window_take_the_fused_ones(self, started) -> None:
+        launches = started("mistral", sliding_window=16)
+        assert names(launches) == names(start("sm_90")) - {"_prefill_hopper_kernel"}
+        for kernel in ("_fused_decode_attention_kernel", "_decode_attention_kernel", "_prefill_attention_kernel"):
+            assert {launch.constexprs["WINDOW"] for launch in of(launches, kernel)} == {16}
+
+    def test_a_window_that_no_request_outgrows_is_none(self, started) -> None:
+        launches = started("mistral", sliding_window=200)
+        assert names(launches) == names(start("sm_90"))
+        assert {launch.constexprs.get("WINDOW") for launch in launches} == {None}
+
+
 def test_short_prefills_are_there_as_graphs_run_them_and_not_without_graphs() -> None:
-    tokens = {launch.grid[0] for launch in of(start("sm_80"), "_silu_and_mul_kernel")}
-    eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_silu_and_mul_kernel")}
+    tokens = {launch.grid[0] for launch in of(start("sm_80"), "_activate_and_mul_kernel")}
+    eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_activate_and_mul_kernel")}
     # 16 is a size of decode steps as well; 8 rows are what a padded prefill samples, and its last layer works for.
     assert tokens - eager == {8, 32, 64, 128, 256, 512}
 

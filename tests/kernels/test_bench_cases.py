@@ -22,6 +22,7 @@ TINY: list[Case] = [
     CASES["decode_attention"](HEADS, 1, 32, BLOCK),
     CASES["fused_decode_attention"](HEADS, 2, 21, True, BLOCK),
     CASES["fused_decode_attention"](HEADS, 2, 17, False, BLOCK),
+    CASES["gelu_and_mul"](3, 24),
     CASES["hopper_linear"](3, 64, 32),
     CASES["hopper_linear"](3, 64, 64, True),
     CASES["hopper_linear_parts"](3, 64, 64),

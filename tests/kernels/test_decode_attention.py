@@ -15,12 +15,12 @@ from tritonllm.errors import KernelError
 from tritonllm.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
-    decode_splits,
-    distinct_batches,
     plan_decode_attention,
 )
+from tritonllm.kernels.decode_splits import decode_splits, distinct_batches
 from tritonllm.kernels.launch import interpreting
-from tritonllm.kernels.prefill_attention import PrefillTiling, prefill_attention, prefill_tiles
+from tritonllm.kernels.prefill_attention import prefill_attention
+from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.testing import strategies
 from tritonllm.testing.paged import PagedBatch, Shape, dense_attention, paged_batch

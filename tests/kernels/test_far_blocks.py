@@ -12,7 +12,8 @@ import torch
 from tritonllm.kernels.decode_attention import DecodeWorkspace, decode_attention
 from tritonllm.kernels.fused_decode_attention import fused_decode_attention
 from tritonllm.kernels.kv_store import store_kv
-from tritonllm.kernels.prefill_attention import prefill_attention, prefill_tiles
+from tritonllm.kernels.prefill_attention import prefill_attention
+from tritonllm.kernels.prefill_tiling import prefill_tiles
 from tritonllm.kernels.rope_store import rope_store_kv
 
 BLOCK_SIZE, KV_HEADS, HEAD_DIM = 16, 2, 16

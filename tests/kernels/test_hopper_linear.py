@@ -37,7 +37,7 @@ class Layer:
 
     def __init__(
         self, seed: int, tokens: int, columns: int, outputs: int, padding: int, dtype: torch.dtype, bias: bool,
-        gated: bool, device: torch.device,
+        gated: bool, device: torch.device, activation: str = "silu",
     ) -> None:  # fmt: skip
         draw = Draw(seed, device)
         rows = outputs * (2 if gated else 1)
@@ -45,17 +45,21 @@ class Layer:
         self.weight = draw.normal(rows, columns, dtype=dtype, scale=columns**-0.5)
         self.bias = draw.normal(rows, dtype=dtype) if bias else None
         self.gated = gated
+        self.activation = activation
         torch.cuda.synchronize()  # parameters are read before the previous kernel has ended
 
     def expected(self) -> torch.Tensor:
         """The reference on a CPU, where a matrix product never sums in less than fp32."""
         bias = None if self.bias is None else self.bias.cpu()
-        out = linear.skinny_linear(self.x.cpu(), self.weight.cpu(), bias=bias, gated=self.gated)
+        out = linear.skinny_linear(
+            self.x.cpu(), self.weight.cpu(), bias=bias, gated=self.gated, activation=self.activation
+        )
         return out.to(self.x.device)
 
     def run(self, tile: HopperTile | None = None) -> torch.Tensor:
         if tile is None:
-            return hopper_linear(self.x, self.weight, bias=self.bias, gated=self.gated)
+            options = {"gated": self.gated, "activation": self.activation}
+            return hopper_linear(self.x, self.weight, bias=self.bias, **options)
         outputs = self.weight.shape[0] // (2 if self.gated else 1)
         out = torch.empty(self.x.shape[0], outputs, dtype=self.x.dtype, device=self.x.device)
         plan_hopper_linear(self.x, self.weight, out, bias=self.bias, gated=self.gated, tile=tile).run()
@@ -72,6 +76,14 @@ def test_matches_the_separate_ops(seed, tokens, columns, outputs, padding, dtype
     out = layer.run()
     assert out.is_contiguous()
     torch.testing.assert_close(out, layer.expected(), **tolerance("hopper_linear", dtype))
+
+
+@needs_hopper
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@given(seed=SEEDS, tokens=TOKENS, outputs=OUTPUTS, dtype=DTYPES, bias=st.booleans())
+def test_gelu_in_place_of_silu(activation, seed, tokens, outputs, dtype, bias, device):
+    layer = Layer(seed, tokens, 512, outputs, 0, dtype, bias, True, device, activation)
+    torch.testing.assert_close(layer.run(), layer.expected(), **tolerance("hopper_linear", dtype))
 
 
 @needs_hopper

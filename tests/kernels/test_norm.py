@@ -64,6 +64,26 @@ def test_add_rms_norm_matches_reference(data, seed, tokens, columns, padding, de
     torch.testing.assert_close(out, expected, **tolerance("add_rms_norm", dtype))
 
 
+@given(data=st.data(), seed=SEEDS, tokens=st.integers(1, 5), columns=COLUMNS)
+def test_a_unit_offset_is_added_to_the_weight_and_rounds_once(data, seed, tokens, columns, device, dtypes):
+    """Alone and behind an addition; against Gemma's formula in fp32."""
+    dtype = data.draw(st.sampled_from(dtypes))
+    draw = Draw(seed, device)
+    x, residual = (draw.rows(tokens, columns, 16, dtype) for _ in range(2))
+    weight = draw.normal(columns, dtype=dtype, scale=0.3)
+
+    def gemma(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * (1 + weight.float())).to(dtype)
+
+    bound = tolerance("rms_norm", dtype)
+    torch.testing.assert_close(rms_norm(x, weight, EPS, unit_offset=True), gemma(x), **bound)
+    torch.testing.assert_close(elementwise.rms_norm(x, weight, EPS, True), gemma(x), rtol=0, atol=0)
+    total = residual + x
+    torch.testing.assert_close(add_rms_norm(x, residual, weight, EPS, unit_offset=True), gemma(total), **bound)
+    torch.testing.assert_close(residual, total, rtol=0, atol=0)
+
+
 @given(data=st.data(), seed=SEEDS, parts=st.integers(1, 8), tokens=st.integers(1, 9), columns=COLUMNS)
 def test_parts_are_added_in_order_and_rounded_once(data, seed, parts, tokens, columns, device, dtypes):
     """The bits of the separate ops, which tells an order of sums from another."""

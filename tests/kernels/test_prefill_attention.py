@@ -11,12 +11,8 @@ from large_caches import two_large_caches
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.launch import interpreting
-from tritonllm.kernels.prefill_attention import (
-    PrefillTiling,
-    plan_prefill_attention,
-    prefill_attention,
-    prefill_tiles,
-)
+from tritonllm.kernels.prefill_attention import plan_prefill_attention, prefill_attention
+from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.testing import strategies
 from tritonllm.testing.paged import PagedBatch, Shape, cu_seqlens, dense_attention, paged_batch
@@ -27,7 +23,7 @@ SHAPES = strategies.shapes(groups=(1, 2, 3))
 SEEDS = st.integers(0, 2**16)
 
 
-def run(batch: PagedBatch, scale: float, shared_memory: int | None = None) -> torch.Tensor:
+def run(batch: PagedBatch, scale: float, shared_memory: int | None = None, by_tma: bool | None = None) -> torch.Tensor:
     _, num_heads, head_dim = batch.q.shape
     rows = PrefillTiling.choose(
         num_heads, head_dim, batch.q.dtype, batch.k_cache.shape[1], batch.q.device
@@ -35,10 +31,10 @@ def run(batch: PagedBatch, scale: float, shared_memory: int | None = None) -> to
     tiles = prefill_tiles(batch.query_lens, batch.contexts, rows)
     tiles_tensor = torch.tensor(tiles, dtype=torch.int32, device=batch.q.device).reshape(-1, 2)
     arguments = (batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, rows, scale)
-    if shared_memory is None:
+    if shared_memory is None and by_tma is None:
         return prefill_attention(*arguments)
     out = torch.empty(batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
-    plan_prefill_attention(*arguments, out, shared_memory=shared_memory).run()
+    plan_prefill_attention(*arguments, out, shared_memory=shared_memory, by_tma=by_tma).run()
     return out
 
 
@@ -64,6 +60,42 @@ def test_matches_reference(
     torch.testing.assert_close(
         run(batch, shape.scale, shared_memory), expected(batch, shape.scale), **tolerance("prefill_attention", dtype)
     )
+
+
+@pytest.mark.skipif(
+    not interpreting() and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="needs TMA: compute capability 9.0",
+)
+@settings(EXAMPLES)
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 150), st.integers(0, 200)), min_size=1, max_size=2),
+    block_size=st.sampled_from([64, 128]),
+    head_dim=st.sampled_from([16, 64, 128]),
+    num_kv_heads=st.integers(1, 2),
+    seed=SEEDS,
+)
+def test_tiles_by_tma_give_the_same_bits(
+    pairs: list[tuple[int, int]], block_size: int, head_dim: int, num_kv_heads: int, seed: int, device: torch.device
+) -> None:
+    """Poison beside and behind a context included: TMA cannot mask what it loads."""
+    shape = Shape(num_kv_heads, group=2, head_dim=head_dim, block_size=block_size)
+    query_lens = [query_len for query_len, _ in pairs]
+    contexts = [query_len + prefix for query_len, prefix in pairs]
+    batch = paged_batch(shape, query_lens, contexts, torch.float16, device, seed)
+    by_pointers, by_tma = (run(batch, shape.scale, 227 * 1024, by_tma=each) for each in (False, True))
+    assert torch.equal(by_tma, by_pointers)
+    assert not by_tma.isnan().any()
+
+
+def test_where_tma_cannot_load_pointers_do(device: torch.device) -> None:
+    """Tiles that cross blocks, heads that fill no row of a tile, and float32."""
+    for block_size, head_dim, dtype in ((24, 64, torch.float16), (64, 80, torch.float16), (64, 64, torch.float32)):
+        shape = Shape(num_kv_heads=1, group=2, head_dim=head_dim, block_size=block_size)
+        batch = paged_batch(shape, [70], [170], dtype, device, seed=3)
+        arguments = (batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens)
+        tiles = torch.tensor([[0, 0]], dtype=torch.int32, device=device)
+        launch = plan_prefill_attention(*arguments, tiles, 16, 0.1, torch.empty_like(batch.q), by_tma=True)
+        assert launch.args["k_desc"] is launch.args["v_desc"] is None
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24])

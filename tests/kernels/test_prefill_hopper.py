@@ -8,8 +8,9 @@ from examples import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonllm.kernels.prefill_attention import PrefillTiling, plan_prefill_attention, prefill_tiles
+from tritonllm.kernels.prefill_attention import plan_prefill_attention
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
+from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.testing.paged import PagedBatch, Shape, paged_batch
 from tritonllm.testing.tolerances import tolerance

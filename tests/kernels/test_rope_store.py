@@ -31,6 +31,7 @@ class Shape:
     dims: tuple[int, int]  # head_dim, rotary_dim
     normed: bool
     heads_first: bool
+    unit_offset: bool = False
 
 
 SEEDS = st.integers(0, 2**31)
@@ -40,6 +41,7 @@ SHAPES = st.builds(
     dims=st.sampled_from([(16, 16), (64, 64), (64, 16), (80, 80), (80, 32), (96, 96), (128, 128), (256, 256)]),
     normed=st.booleans(),
     heads_first=st.booleans(),
+    unit_offset=st.booleans(),
 )
 
 
@@ -68,6 +70,7 @@ class Inputs:
             self.slots[rows],
             self.shape.heads[0],
             eps=EPS,
+            unit_offset=self.shape.unit_offset,
             **self.norms,
         )
 
@@ -119,7 +122,7 @@ def test_equals_the_separate_ops(data, seed, tokens, shape, device, dtypes):
     heads = inputs.qkv.unflatten(1, (-1, head_dim)).clone()
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
     if shape.normed:
-        q, k = rms_norm(q, inputs.norms["q_norm"], EPS), rms_norm(k, inputs.norms["k_norm"], EPS)
+        q, k = (rms_norm(x, inputs.norms[n], EPS, shape.unit_offset) for x, n in ((q, "q_norm"), (k, "k_norm")))
     apply_rope(q, k, inputs.positions, inputs.cos_sin)
     store_kv(k, v, *separate, inputs.slots)
 

@@ -29,7 +29,10 @@ SEEDS = st.integers(0, 2**31)
 COLUMNS = st.sampled_from([1, 16, 33, 96, 300, 576])
 OUTPUTS = st.sampled_from([1, 7, 16, 33, 48])
 PADDING = st.sampled_from([0, 3, 16])
-FUSED = st.fixed_dictionaries({name: st.booleans() for name in ("bias", "norm", "residual", "gated")})
+FUSED = st.fixed_dictionaries(
+    {name: st.booleans() for name in ("bias", "norm", "residual", "gated")}
+    | {"activation": st.sampled_from(["silu", "gelu", "gelu_tanh"])}
+)
 FORMS = [
     gemv(256, 4, 2),
     gemv(256, 4, 4),
@@ -65,6 +68,7 @@ class Layer:
         rows = outputs * (2 if fused["gated"] else 1)
         weight = draw.normal(rows, columns, dtype=dtype, scale=columns**-0.5)
         arguments: dict[str, Any] = {"gated": fused["gated"], "eps": EPS}
+        arguments["activation"] = fused.get("activation", "silu")
         if fused["bias"]:
             arguments["bias"] = draw.normal(rows, dtype=dtype)
         if fused["norm"]:

@@ -24,6 +24,7 @@ from tritonllm.conformance.checks import CHECKS
 from tritonllm.errors import CheckpointError
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.decoder import DecoderLM
+from tritonllm.models.gemma2 import Gemma2ForCausalLM
 from tritonllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
@@ -69,6 +70,16 @@ class SwappedGateAndUp(Qwen3ForCausalLM):
         "gate_proj": ("gate_up_proj", "up"),
         "up_proj": ("gate_up_proj", "gate"),
     }
+
+
+class ShortWindow(Gemma2ForCausalLM):
+    """Sees one key less than it should where there is a window."""
+
+    def __init__(self, config, tp) -> None:
+        super().__init__(config, tp)
+        for layer in self.model.layers:
+            if layer.self_attn.window is not None:
+                layer.self_attn.window -= 1
 
 
 class ScaledEmbedding(Qwen3ForCausalLM):
@@ -118,6 +129,11 @@ def base_ignored(config: dict[str, Any]) -> ModelConfig:
 def reference() -> Any:
     """A tiny Qwen3."""
     return tiny_hf_config("qwen3")
+
+
+def gemma_reference() -> Any:
+    """A tiny Gemma 2, whose layers have a window in turns."""
+    return tiny_hf_config("gemma2", sliding_window=64)
 
 
 def few_positions() -> Any:
@@ -181,6 +197,17 @@ def test_an_ignored_rotary_base_is_found_in_the_first_attention(planted) -> None
     message = r"layer 0 .* first at position 1.* `self_attn` differs first; .* the rotary embedding and its base"
     with pytest.raises(AssertionError, match=message):
         CHECKS["layers"](planted(config=f"{__name__}:base_ignored"))
+
+
+def test_a_window_that_is_off_by_one_is_found_where_it_ends(planted) -> None:
+    message = (
+        rf"layer 0 .* first at position {WINDOW - 1}, .* inside it `input_layernorm` agrees, `self_attn` differs "
+        rf"first; the tokens before position {WINDOW - 1} agree: look at the sliding window"
+    )
+    fields = {"config": "tritonllm.config.hf_families:gemma2_config", "reference": f"{__name__}:gemma_reference"}
+    CHECKS["layers"](planted(Gemma2ForCausalLM, **fields))
+    with pytest.raises(AssertionError, match=message):
+        CHECKS["layers"](planted(ShortWindow, **fields))
 
 
 def test_weights_that_have_no_place_are_named(planted) -> None:

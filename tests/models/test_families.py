@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tritonllm.testing import (
     tiny_hf_config,
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2")
 
 # Every family, shape and head in `make test`; every combination in `make test-full`.
 SAMPLE = [
@@ -34,6 +35,14 @@ SAMPLE = [
     ("mistral", "8/1x80", True),
     ("mistral", "4/2x96", False),
     ("mistral", "12/2x64", False),
+    ("gemma2", "4/2x32", True),
+    ("gemma2", "2/1x256", False),
+    ("gemma3_text", "4/4x32", False),
+    ("gemma3_text", "12/2x64", True),
+    ("phi3", "4/2x96", False),
+    ("phi3", "9/3x64", True),
+    ("olmo2", "28/4x32", False),
+    ("olmo2", "8/1x80", True),
 ]
 SHAPES = [
     pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
@@ -42,6 +51,13 @@ SHAPES = [
 RULES = [
     pytest.param(family, rule, marks=() if family == "llama" else pytest.mark.slow)
     for family, rule in itertools.product(FAMILIES, [rule for rule in ROPE_RULES if rule != "default"])
+    if family != "phi3"  # whose only rule is longrope
+]
+
+# Behind which a prompt of 37 tokens and its completion see less than the whole context.
+WINDOWS = [
+    pytest.param(family, window, marks=() if window == 16 else pytest.mark.slow)
+    for family, window in itertools.product(("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"), (1, 16, 37))
 ]
 
 
@@ -53,6 +69,65 @@ def test_shapes(family: str, heads: str, tied: bool) -> None:
 @pytest.mark.parametrize(("family", "rule"), RULES)
 def test_rope_rules(family: str, rule: str) -> None:
     assert_matches_hf(hf_config=tiny_hf_config(family, rope=rule), chunks=[7], device="cpu")
+
+
+@pytest.mark.parametrize(("family", "window"), WINDOWS)
+def test_sliding_windows(family: str, window: int) -> None:
+    fields: dict[str, Any] = {"sliding_window": window, "num_hidden_layers": 3}
+    if family.startswith("qwen"):
+        fields |= {"use_sliding_window": True, "max_window_layers": 1}
+    if family == "gemma3_text":
+        fields["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
+    assert_matches_hf(hf_config=tiny_hf_config(family, **fields), chunks=[7], device="cpu")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"query_pre_attn_scalar": 7, "hidden_activation": "gelu"},
+        {"attention_bias": True, "hidden_activation": "silu"},
+    ],
+    ids=["low caps", "no caps", "another scale, exact gelu", "biases, silu"],
+)
+def test_gemma_2_without_its_usual_values(fields: dict[str, Any]) -> None:
+    assert_matches_hf(hf_config=tiny_hf_config("gemma2", **fields), chunks=[], device="cpu")
+
+
+@pytest.mark.parametrize("rules", ["one for each type", "of transformers 4"])
+def test_gemma_3_rotates_its_types_of_layers_differently(tmp_path, rules: str) -> None:
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0}
+    sliding = {"rope_type": "default", "rope_theta": 100.0}
+    config = tiny_hf_config("gemma3_text", rope_parameters={"full_attention": full, "sliding_attention": sliding})
+    twin = save_tiny_checkpoint(config, tmp_path)
+    if rules == "of transformers 4":
+        fields = json.loads((tmp_path / "config.json").read_text())
+        assert fields.pop("rope_parameters").keys() == {"full_attention", "sliding_attention"}
+        fields |= {"rope_theta": 50000.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
+        fields["rope_local_base_freq"] = 100.0
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert_engine_matches(str(tmp_path), twin, list(range(5, 42)), chunks=[7], device="cpu")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75])
+@pytest.mark.parametrize("original", [32, 128], ids=["long", "short"])
+def test_longrope_of_phi_3(share: float, original: int) -> None:
+    # A prompt of 37 tokens and its completion are beyond 32 positions from the first step on, and never beyond 128.
+    pairs = int(32 * share) // 2
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [2 + 0.3 * pair for pair in range(pairs)],
+    }
+    config = tiny_hf_config(
+        "phi3",
+        heads="4/4x32",
+        partial_rotary_factor=share,
+        rope_scaling=scaling,
+        original_max_position_embeddings=original,
+    )
+    assert_matches_hf(hf_config=config, chunks=[7], device="cpu")
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])

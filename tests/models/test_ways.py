@@ -10,7 +10,7 @@ import torch
 from tritonllm import LLMEngine, SamplingParams
 from tritonllm.testing import HEAD_SHAPES, assert_ways_agree, equality, register_way, way_engine
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2")
 
 # One of every shape in `make test`, the product in `make test-full`.
 SAMPLE = [("llama", "9/3x64"), ("qwen2", "28/4x32")]
@@ -25,6 +25,10 @@ BRIEF = [
     ("llama", "4/2x96"),
     ("qwen2", "4/2x128"),
     ("qwen3", "2/1x256"),
+    ("gemma2", "4/2x32"),
+    ("gemma3_text", "4/4x32"),
+    ("phi3", "4/2x96"),
+    ("olmo2", "9/3x64"),
 ]
 BRIEF_WAYS = ["all in one batch", "chunks of 7", "prefix cache", "preempted"]
 
@@ -47,6 +51,11 @@ def test_every_way_gives_the_tokens_of_a_prompt_alone(tiny, family: str, heads: 
 @pytest.mark.parametrize(("family", "heads"), BRIEF)
 def test_other_head_shapes_in_the_ways_that_differ_most(tiny, family: str, heads: str) -> None:
     folder, _ = tiny(family, heads=heads)
+    assert_ways_agree(folder, prompts()[3:], 24, BRIEF_WAYS, device="cpu")
+
+
+def test_a_window_in_every_layer_in_the_ways_that_differ_most(tiny) -> None:
+    folder, _ = tiny("mistral", sliding_window=20)
     assert_ways_agree(folder, prompts()[3:], 24, BRIEF_WAYS, device="cpu")
 
 
@@ -109,6 +118,7 @@ def test_two_ranks_give_the_tokens_of_one(tiny, family: str, heads: str, sampled
     [
         ("llama", "4/2x32", False),
         pytest.param("qwen3", "4/2x32", True, marks=pytest.mark.slow),
+        *(pytest.param(family, "4/2x32", False, marks=pytest.mark.slow) for family in FAMILIES[4:]),
         *(
             pytest.param(family, heads, False, marks=pytest.mark.slow)
             for family, heads in zip(itertools.cycle(FAMILIES), HEAD_SHAPES, strict=False)

@@ -41,6 +41,8 @@ KERNEL_MUTANTS = (
         "gate.to(tl.float32) * silu(up.to(tl.float32))",
         "activation",
     ),
+    _kernel("a unit offset is left out", "norm", "(1.0 + weight.to(tl.float32))", "weight.to(tl.float32)", "norm"),
+    _kernel("the cubic of gelu has the wrong sign", "activation", "(x + 0.044715", "(x - 0.044715", "activation"),
     # rotation and cache
     _kernel("heads turn the other way", "rope", "tl.fma(x, cos, -y * sin)", "tl.fma(x, cos, y * sin)", "rope"),
     _kernel(
@@ -145,6 +147,41 @@ KERNEL_MUTANTS = (
         "row_mask = (rows < query_len)[:, None]",
         "row_mask = (rows <= query_len)[:, None]",
         "prefill_attention",
+    ),
+    _kernel(
+        "a tile of a prompt leaves out the first key of its window",
+        "prefill_attention",
+        "first_position - WINDOW + 1, 0)",
+        "first_position - WINDOW + 2, 0)",
+        "windows_and_caps",
+    ),
+    _kernel(
+        "a decode step sees a key before its window",
+        "decode_attention",
+        "tl.maximum(context_len - WINDOW, 0)",
+        "tl.maximum(context_len - WINDOW - 1, 0)",
+        "windows_and_caps",
+    ),
+    _kernel(
+        "the new token does not count as one of the window",
+        "fused_decode_attention",
+        "tl.maximum(context_len - WINDOW, 0)",
+        "tl.maximum(old_len - WINDOW, 0)",
+        "windows_and_caps",
+    ),
+    _kernel(
+        "keys before a window are read",
+        "split_attention",
+        "key_mask = key_mask & (start + tl.arange(0, BLOCK_N) >= first_key)",
+        "pass",
+        "windows_and_caps",
+    ),
+    _kernel(
+        "a cap is half as wide",
+        "paged_attention",
+        "(2.0 * scale_log2 / SOFTCAP)",
+        "(4.0 * scale_log2 / SOFTCAP)",
+        "windows_and_caps",
     ),
     _kernel(
         "the new key is not attended to",

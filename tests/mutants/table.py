@@ -8,6 +8,7 @@ from mutant import Mutant
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
 CONTROLS = ("tests/unit/test_controls.py",)
 LAST_LAYER = ("tests/unit/test_last_layer.py",)
+FAMILIES = ("tests/unit/test_model_config.py", "tests/models/test_families.py")
 LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
 
 _BLOCKS = "tritonllm.engine.block_manager"
@@ -211,6 +212,48 @@ MUTANTS = (
         "residual = attn.wanted(residual)",
         "residual = residual[: len(hidden)]",
         LAST_LAYER,
+    ),
+    Mutant(
+        "the last layer of a model of four norms adds its attention to the first tokens",
+        "tritonllm.models.decoder",
+        "stream = attn.wanted(residual)",
+        "stream = residual[: len(hidden)]",
+        LAST_LAYER,
+    ),
+    Mutant(
+        "the last layer of a post-norm model adds its attention to the first tokens",
+        "tritonllm.models.decoder",
+        "stream = attn.wanted(stream).add_(attended)",
+        "stream = stream[: len(attended)].add_(attended)",
+        LAST_LAYER,
+    ),
+    Mutant(
+        "layers without a window get that of the others",
+        "tritonllm.config.model",
+        "sliding_window=self.sliding_window if sliding else None",
+        "sliding_window=self.sliding_window",
+        FAMILIES,
+    ),
+    Mutant(
+        "layers with a window rotate as the others",
+        "tritonllm.config.model",
+        "rope=self.sliding_rope if sliding and self.sliding_rope is not None else self.rope",
+        "rope=self.rope",
+        FAMILIES,
+    ),
+    Mutant(
+        "a fused path forgets that norms may have an offset",
+        "tritonllm.models.decoder",
+        "and not layer.self_attn.unit_offset",
+        "",
+        ("tests/unit/test_decode_path.py",),
+    ),
+    Mutant(
+        "decode steps forget the window",
+        "tritonllm.models.layers",
+        "window=self.window,",
+        "",
+        ("tests/unit/test_decode_path.py",),
     ),
     Mutant(
         "what the last layer looks up is fixed when its metadata is made",

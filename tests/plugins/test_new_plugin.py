@@ -171,15 +171,15 @@ def test_the_kit_passes_on_it(environment: Environment) -> None:
 PLANTED = {
     "wrong epsilon": (
         "model.py",
-        "self.mlp = GatedMLP(config, tp)",
-        "self.mlp = GatedMLP(config, tp)\n        self.post_attention_layernorm.eps = 1e-5",
+        "        for kind, layer in zip(",
+        "        self.model.layers[0].post_attention_layernorm.eps = 1e-5\n        for kind, layer in zip(",
         "layer 0 (`model.layers.0`) is the first whose output differs",
         "`self_attn` agrees, `post_attention_layernorm` differs first; look at its epsilon",
     ),
     "missing norms of heads": (
         "model.py",
-        "qk_norm=True",
-        "qk_norm=False",
+        "qk_norm = True",
+        "qk_norm = False",
         "unexpected (4): model.layers.0.self_attn.k_norm.weight, model.layers.0.self_attn.q_norm.weight",
         "1 failed, 9 skipped",
     ),
@@ -198,6 +198,13 @@ PLANTED = {
         "    return read_hf_config({**config, 'rope_parameters': rope},",
         "layer 0 (`model.layers.0`) is the first whose output differs",
         "`self_attn` differs first; the first token, which attends to itself alone, agrees: look at",
+    ),
+    "window off by one": (
+        "config.py",
+        "    return read_hf_config(config,",
+        "    return read_hf_config({**config, 'sliding_window': config['sliding_window'] - 1},",
+        "layer 0 (`model.layers.0`) is the first whose output differs",
+        "`self_attn` differs first; the tokens before position 15 agree: look at the sliding window",
     ),
 }
 """File, its text, what stands there instead, and what the kit says."""

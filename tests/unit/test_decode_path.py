@@ -19,7 +19,9 @@ from tritonllm.models import decode_path as paths
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.decode_path import DecodePath, decode_path
 from tritonllm.models.decoder import DecoderLayer, DecoderLM
+from tritonllm.models.gemma2 import Gemma2ForCausalLM
 from tritonllm.models.layers import GatedMLP, RMSNorm, TPGroup
+from tritonllm.models.olmo2 import Olmo2ForCausalLM
 from tritonllm.models.qwen3 import Qwen3ForCausalLM
 
 CPU = torch.device("cpu")
@@ -83,7 +85,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in (
         "rms_norm", "add_rms_norm", "silu_and_mul", "rope_store_kv", "fused_decode_attention", "skinny_linear",
-        "hopper_linear", "hopper_linear_parts",
+        "hopper_linear", "hopper_linear_parts", "gelu_and_mul", "apply_rope", "store_kv",
     ):  # fmt: skip
         monkeypatch.setattr(layers, name, spy(name, getattr(layers, name)))
     attend = attention_metadata.decode_attention
@@ -166,6 +168,32 @@ class TestChoice:
         assert asked == [CPU]
 
 
+OPTIONS = {
+    "a window": {"sliding_window": 4},
+    "a window in one layer": {
+        "sliding_window": 1,
+        "layer_types": ("full_attention", "sliding_attention", "full_attention"),
+    },
+    "a rotation of its own": {
+        "sliding_window": 100,
+        "layer_types": ("full_attention", "sliding_attention", "full_attention"),
+        "sliding_rope": RopeConfig(8, 64, theta=3.0),
+    },
+    "a cap": {"attention_softcap": 0.3},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "a multiplier": {"embedding_multiplier": 3.0},
+}
+
+
+class AllHeadsLayer(DecoderLayer):
+    qk_norm = "all_heads"
+
+
+class AllHeadsForCausalLM(DecoderLM):
+    layer_class = AllHeadsLayer
+
+
 class TestModel:
     @pytest.mark.parametrize(("rows", "path"), PATHS_OF_TABLE.items())
     def test_every_layer_takes_the_path_of_the_table(self, use, monkeypatch, rows: int, path: DecodePath) -> None:
@@ -217,6 +245,35 @@ class TestModel:
         assert expected.isfinite().all()
         torch.testing.assert_close(hidden, expected, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(cache, expected_cache, atol=2e-6, rtol=2e-6)
+
+    @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
+    @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+    def test_windows_caps_and_activations_are_computed_on_every_path(self, use, changes, path: str) -> None:
+        model, plain = make_model(replace(CONFIG, **changes)), make_model(CONFIG)
+        use(only("separate"))
+        expected, _ = step(model)
+        assert not torch.allclose(expected, step(plain)[0], atol=1e-3)
+        use(only(path))
+        torch.testing.assert_close(step(model)[0], expected, atol=2e-6, rtol=2e-6)
+
+    def test_launches_of_layers_with_other_norms(self, use, launched) -> None:
+        use(only("skinny"))
+        norm, add, linear, gelu = "rms_norm", "add_rms_norm", "F.linear", "gelu_and_mul"
+        step(make_model(replace(CONFIG, num_layers=2, hidden_act="gelu"), Gemma2ForCausalLM))
+        layer = [linear, "rope_store_kv", "decode_attention", linear, norm, add, linear, gelu, linear, norm]
+        assert launched == [norm, *layer, add, *layer, add]
+        launched.clear()
+        step(make_model(replace(CONFIG, num_layers=2), Olmo2ForCausalLM))
+        heads = [norm, norm, "apply_rope", "store_kv", "decode_attention"]
+        assert launched == [linear, *heads, linear, norm, linear, "silu_and_mul", linear, norm] * 2 + [add]
+
+    @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
+    def test_norms_that_no_fused_kernel_has_keep_to_separate(self, use, launched, path: str) -> None:
+        use(only(path))
+        step(make_model(replace(CONFIG, norm_unit_offset=True)))
+        step(make_model(CONFIG, AllHeadsForCausalLM))
+        assert "decode_attention" in launched
+        assert not {"skinny_linear", "hopper_linear", "fused_decode_attention"} & set(launched)
 
     @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
     def test_in_bfloat16_they_differ_by_roundings(self, use, path: str) -> None:

@@ -21,11 +21,21 @@ import pytest
 import torch
 
 import tritonllm
-from tritonllm import EngineConfig, ModelSpec, SamplingParams, conformance, hookspecs, kernels, plugin_discovery
+from tritonllm import (
+    EngineConfig,
+    ModelConfig,
+    ModelSpec,
+    SamplingParams,
+    conformance,
+    hookspecs,
+    kernels,
+    plugin_discovery,
+)
 from tritonllm.cli import main
 from tritonllm.config.engine import ARCHITECTURE_KEYS
 from tritonllm.conformance.candidate import LONGEST
 from tritonllm.conformance.checks import CHECKS
+from tritonllm.models import decoder, layers
 from tritonllm.plugin_scaffold import plugin_files, write_plugin
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
@@ -254,6 +264,36 @@ class TestPlugins:
     def test_every_field_of_a_spec_with_its_default(self) -> None:
         assert rows("docs/plugins.md", "### `ModelSpec`") == defaults(ModelSpec)
 
+    def test_every_field_of_a_model_with_its_default(self) -> None:
+        assert rows("docs/plugins.md", "### `ModelConfig`") == defaults(ModelConfig)
+
+    def test_every_layer_with_exactly_its_parameters(self) -> None:
+        public = {name: getattr(layers, name) for name in layers.__all__}
+        expected = {
+            name + untyped(layer)
+            for name, layer in public.items()
+            if isinstance(layer, type) and issubclass(layer, torch.nn.Module)
+        }
+        documented = re.findall(r"^##### `(\w+\(.*\))`$", read("docs/plugins.md"), re.MULTILINE)
+        assert len(expected) >= 10
+        assert sorted(documented) == sorted(expected)
+        for heading in documented:
+            after = read("docs/plugins.md").split(f"\n##### `{heading}`\n", 1)[1]
+            section = re.split(r"\n##+ ", after)[0]
+            layer = public[heading.partition("(")[0]]
+            parameters = re.findall(r"^\| `(\w+)` \| \S", section, re.MULTILINE)
+            assert parameters == list(inspect.signature(layer).parameters), heading
+
+    def test_the_attributes_of_a_decoder_layer_with_their_defaults(self) -> None:
+        section = read("docs/plugins.md").split("\n### The decoder\n", 1)[1].split("\n### ", 1)[0]
+        attributes = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", section, re.MULTILINE))
+        assert attributes == {name: repr(getattr(decoder.DecoderLayer, name)) for name in ("qk_norm", "stacked")}
+        norms = dict(re.findall(r"^\| `(\w+Layer)` \| (.*?) \|", section, re.MULTILINE))
+        kinds = (decoder.DecoderLayer, decoder.SandwichNormLayer, decoder.PostNormLayer)
+        assert {name: tuple(re.findall(r"`(\w+)`", text)) for name, text in norms.items()} == {
+            kind.__name__: kind.norms for kind in kinds
+        }
+
     def test_built_in_families_stand_in_the_readme(self) -> None:
         from tritonllm.models import BUILTIN_SPECS
 
@@ -327,8 +367,13 @@ class TestKernels:
 
 
 def bare_signature(op: str) -> str:
+    """That of an op without types."""
+    return untyped(getattr(kernels, op))
+
+
+def untyped(function: Any) -> str:
     """`(x, *, bias=None)`: a signature without types."""
-    signature = inspect.signature(getattr(kernels, op))
+    signature = inspect.signature(function)
     untyped = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(inspect.Signature(untyped))
 

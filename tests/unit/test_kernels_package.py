@@ -72,6 +72,8 @@ def arguments_of(name: str) -> dict[str, Any]:
             "workspace": workspace,
             **step.norms,
             "eps": 0.1,
+            "window": 3,
+            "softcap": 2.0,
         }
     k_cache, v_cache = draw.caches(4, SHAPE.block_size, SHAPE.num_kv_heads, SHAPE.head_dim, False, torch.float32)
     caches = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": draw.slots(3, 16)}
@@ -87,22 +89,26 @@ def arguments_of(name: str) -> dict[str, Any]:
     logits = {"logits": draw.normal(2, 50), "temperatures": sampled.temperatures}
     layer = {"x": draw.rows(3, 16, 8, torch.float32), "weight": draw.normal(10, 16), "bias": draw.normal(10)}
     return {
-        "rms_norm": {"x": draw.normal(3, 16), "weight": draw.normal(16), "eps": 1e-6},
+        "rms_norm": {"x": draw.normal(3, 16), "weight": draw.normal(16), "eps": 1e-6, "unit_offset": True},
         "add_rms_norm": {
             "x": draw.normal(3, 16), "residual": draw.normal(3, 16), "weight": draw.normal(16), "eps": 1e-6,
+            "unit_offset": True,
         },
         "silu_and_mul": {"gate_up": draw.normal(3, 16)},
+        "gelu_and_mul": {"gate_up": draw.normal(3, 16), "tanh": True},
         "apply_rope": {"q": draw.normal(3, SHAPE.num_heads, SHAPE.head_dim), "k": k, **angles},
         "store_kv": {"k": k, "v": v, **caches},
         "rope_store_kv": {
             "qkv": draw.normal(3, heads * SHAPE.head_dim), **angles, **caches, "num_heads": SHAPE.num_heads,
             "q_norm": draw.normal(SHAPE.head_dim), "k_norm": draw.normal(SHAPE.head_dim), "eps": 0.1,
+            "unit_offset": True,
         },
         "longest_first": {"context_lens": draw.integers(0, 5, 9)},
         "skinny_linear": {
             **layer, "norm_weight": draw.normal(16), "eps": 0.1, "residual": draw.normal(3, 5), "gated": True,
+            "activation": "gelu",
         },
-        "hopper_linear": {**layer, "gated": True},
+        "hopper_linear": {**layer, "gated": True, "activation": "gelu_tanh"},
         "hopper_linear_parts": layer,
         "load_rows": {"rows": state, "num_rows": 3, "block_size": 4, "vocab_size": 6},
         "advance_rows": {"rows": state, "tokens": draw.integers(0, 9, 3), "sampled": draw.integers(0, 9, 3)},

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +15,7 @@ from tritonllm.engine.inputs import PrefillLayout, StepInputs, prefill_inputs
 from tritonllm.engine.plan import PrefillChunk, StepPlan
 from tritonllm.engine.prefill_graphs import TOKEN_BUCKETS, prefill_layouts
 from tritonllm.engine.sequence import Choice, RowSampling
-from tritonllm.kernels.decode_attention import distinct_batches
+from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.models import attention_metadata
 from tritonllm.models.attention_metadata import LastTokensMetadata, PrefillMetadata
 from tritonllm.models.decoder import DecoderLayer, DecoderLM
@@ -40,16 +45,22 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
-def runner(request, _one_thread, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("last-layer") / "tiny"
-    save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=request.param), folder)
+@contextmanager
+def runner_of(folder: Path, family: str, **fields: Any) -> Iterator[ModelRunner]:
+    save_tiny_checkpoint(tiny_hf_config(family, **fields), folder)
     config = EngineConfig(
         model_name_or_path=str(folder), device="cpu", block_size=BLOCK_SIZE, max_model_length=32, max_num_sequences=4
     )
     runner = ModelRunner(config)
     yield runner
     runner.exit()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
+def runner(request, _one_thread, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("last-layer") / "tiny"
+    with runner_of(folder, "llama", num_hidden_layers=request.param) as runner:
+        yield runner
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +95,27 @@ def subclass_of(runner: ModelRunner, model_class: type[DecoderLM]) -> DecoderLM:
     model = model_class(runner.resolved.config, TPGroup())
     model.load_state_dict(runner.model.state_dict())
     return model
+
+
+WINDOWED = {"sliding_window": 9, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("mistral", WINDOWED), ("gemma2", WINDOWED), ("gemma3_text", {**WINDOWED, "layer_types": None}), ("olmo2", {})],
+)
+def test_layers_of_every_kind_work_for_the_wanted_tokens(tmp_path, family: str, fields: dict[str, Any]) -> None:
+    """With a window in the last layer, behind which tokens of the prefix lie."""
+    with runner_of(tmp_path / "tiny", family, **fields) as runner:
+        seen = []
+        runner.model.model.layers[-1].mlp.register_forward_hook(lambda mlp, args, out: seen.append(len(out)))
+        for case in CASES:
+            inputs = exact(case)
+            whole, pool = run(runner, runner.model, inputs, inputs.attn)
+            wanted, pool_of_wanted = run(runner, runner.model, inputs, inputs.attn_of_last(runner.workspace))
+            torch.testing.assert_close(wanted, whole[inputs.last_tokens.long()], atol=1e-5, rtol=1e-5)
+            assert torch.equal(pool_of_wanted, pool)
+            assert seen[-2:] == [len(whole), len(inputs.last_tokens)]
 
 
 class TestHiddenStates:
@@ -163,7 +195,9 @@ class TestWork:
         batches = []
         attend = attention_metadata.decode_attention
         monkeypatch.setattr(
-            attention_metadata, "decode_attention", lambda q, *args: batches.append(len(q)) or attend(q, *args)
+            attention_metadata,
+            "decode_attention",
+            lambda q, *args, **kw: batches.append(len(q)) or attend(q, *args, **kw),
         )
         for max_num_sequences, budget, most in ((40, 64, 40), (200, 20, 20)):
             config = EngineConfig(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tritonllm import ModelConfig, RopeConfig
-from tritonllm.errors import CheckpointError, ConfigError
+from tritonllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from tritonllm.kernels.sampling import pick_tokens
 from tritonllm.models.layers import (
+    Attention,
     GatedMLP,
+    GateUpLinear,
     LMHead,
     QKVLinear,
     RMSNorm,
@@ -19,6 +22,7 @@ from tritonllm.models.layers import (
     RowLinear,
     TPGroup,
     VocabEmbedding,
+    _norm_over_ranks,
 )
 from tritonllm.models.tensor_parallel import TPGroup as Group
 from tritonllm.models.tensor_parallel import check_world_size, vocab_shard
@@ -46,6 +50,17 @@ def _no_gradients():
         yield
 
 
+@dataclass(frozen=True)
+class Gathered(Group):
+    """A group whose collectives know what every rank has of two tensors, told apart by their width."""
+
+    tensors: tuple = ()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        (all_of_it,) = [parts for parts in self.tensors if torch.equal(parts[self.rank], tensor)]
+        return torch.stack(list(all_of_it))
+
+
 def fill(module) -> dict[tuple[str, str | None], torch.Tensor]:
     """Load random whole tensors into a module, as the weight loader does; returns them by leaf and slot."""
     generator = torch.Generator().manual_seed(0)
@@ -67,6 +82,33 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(residual, total)  # in place
 
 
+def test_rms_norm_with_a_unit_offset() -> None:
+    norm = RMSNorm(24, 1e-5, unit_offset=True)
+    norm.weight.copy_(torch.randn(24))
+    x, residual = torch.randn(2, 5, 24).unbind()
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (24,), 1 + norm.weight, 1e-5))
+    total = x + residual
+    torch.testing.assert_close(norm(x, residual), F.rms_norm(total, (24,), 1 + norm.weight, 1e-5))
+    with pytest.raises(ValueError, match="cannot be normed with unit_offset=True"):
+        norm(x, residual, ONE)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_projections_stored_in_one_tensor_are_split_over_parts_and_ranks(size: int) -> None:
+    for apart, stacked in (
+        [QKVLinear(24, 6, 2, 8, True, Group(size - 1, size), stacked=stacked) for stacked in (False, True)],
+        [GateUpLinear(24, 36, True, Group(size - 1, size), stacked=stacked) for stacked in (False, True)],
+    ):
+        tensors = fill(apart)
+        for leaf in ("weight", "bias"):
+            whole = torch.cat([tensor for (name, _), tensor in tensors.items() if name == leaf])
+            assert (leaf, None, tuple(whole.shape)) in list(stacked.checkpoint_tensors())
+            stacked.load_tensor(leaf, None, whole)
+            assert torch.equal(getattr(stacked, leaf), getattr(apart, leaf))
+            with pytest.raises(CheckpointError, match=rf"{leaf} has shape \[{len(whole) - 1}"):
+                stacked.load_tensor(leaf, None, whole[1:])
+
+
 def test_qkv_is_three_products_stacked() -> None:
     layer = QKVLinear(24, 6, 2, 8, True, ONE)
     tensors = fill(layer)
@@ -83,6 +125,56 @@ def test_gated_mlp() -> None:
     gate, up = (F.linear(x, gate_up["weight", slot], gate_up["bias", slot]) for slot in ("gate", "up"))
     expected = F.linear(F.silu(gate) * up, down["weight", None], down["bias", None])
     torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    {
+        "swish": F.silu,
+        "gelu": F.gelu,
+        "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }.items(),
+)
+def test_other_activations(name: str, activation) -> None:
+    mlp = GatedMLP(replace(CONFIG, hidden_act=name), ONE)
+    gate_up, down = fill(mlp.gate_up_proj), fill(mlp.down_proj)
+    x = torch.randn(5, 24)
+    gate, up = (F.linear(x, gate_up["weight", slot], gate_up["bias", slot]) for slot in ("gate", "up"))
+    expected = F.linear(activation(gate) * up, down["weight", None], down["bias", None])
+    torch.testing.assert_close(mlp(x), expected, atol=1e-4, rtol=1e-5)  # sums of about a hundred
+
+
+def test_an_activation_that_the_mlp_has_not() -> None:
+    with pytest.raises(UnsupportedModelError, match="hidden_act='relu2' is not computed by GatedMLP, only silu, "):
+        GatedMLP(replace(CONFIG, hidden_act="relu2"), ONE)
+
+
+def test_a_multiplier_of_embeddings_is_rounded_first() -> None:
+    for dtype, multiplier in ((torch.float32, 3072**0.5), (torch.bfloat16, 55.5)):
+        torch.set_default_dtype(dtype)
+        try:
+            embedding = VocabEmbedding(50, 24, ONE, multiplier=3072**0.5)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        rows = fill(embedding)["weight", None].to(dtype)
+        expected = rows[[3, 0]] * torch.tensor(multiplier, dtype=dtype)
+        assert torch.equal(embedding(torch.tensor([3, 0])), expected)
+
+
+def test_a_cap_bounds_logits_and_picks_from_the_capped_ones() -> None:
+    head, plain = LMHead(50, 24, ONE, softcap=2.0), LMHead(50, 24, ONE)
+    fill(head), fill(plain)
+    for rows in (3, 40):  # by the kernel for few rows, and without
+        hidden = torch.randn(rows, 24)
+        logits = head(hidden)
+        torch.testing.assert_close(logits, 2 * torch.tanh(plain(hidden) / 2), atol=1e-5, rtol=1e-5)
+        seeds, positions = (
+            torch.arange(2 * rows, dtype=torch.int32).view(rows, 2),
+            torch.arange(rows, dtype=torch.int32),
+        )
+        picked = head.pick_tokens(hidden, torch.ones(rows), seeds, positions)
+        assert torch.equal(picked, pick_tokens(logits, torch.ones(rows), seeds, positions))
 
 
 def test_embedding_and_head() -> None:
@@ -162,6 +254,28 @@ class TestShards:
             fill(part)
             total += part(ids)
         torch.testing.assert_close(total, whole(ids))
+
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_a_norm_over_all_heads_sees_those_of_other_ranks(self, size: int) -> None:
+        config = replace(CONFIG, num_heads=4)
+        rotary = RotaryEmbedding(config.rope, 64)
+        q, k = torch.randn(5, 32), torch.randn(5, 16)
+        width, heads = 32 // size, [Group(rank, size).split_kv_heads(2) for rank in range(size)]
+        parts = [k[:, start * 8 : (start + count) * 8] for start, count in heads]
+        weights = torch.randn(32), torch.randn(16)
+        for rank in range(size):
+            attention = Attention(config, rotary, Gathered(rank, size, (q.split(width, 1), parts)), qk_norm="all_heads")
+            for norm, weight in zip((attention.q_norm, attention.k_norm), weights, strict=True):
+                assert norm.weight.shape == weight.shape  # whole on every rank
+                norm.weight.copy_(weight)
+            whole = [F.rms_norm(x, x.shape[1:], weight, 1e-5) for x, weight in zip((q, k), weights, strict=True)]
+            found = [
+                _norm_over_ranks(x, norm, attention.tp)
+                for x, norm in ((q.split(width, 1)[rank], attention.q_norm), (parts[rank], attention.k_norm))
+            ]
+            start, count = heads[rank]
+            torch.testing.assert_close(found[0], whole[0].split(width, 1)[rank])
+            torch.testing.assert_close(found[1], whole[1][:, start * 8 : (start + count) * 8])
 
     def test_few_key_heads_are_replicated(self) -> None:
         starts = [Group(rank, 4).split_kv_heads(2) for rank in range(4)]

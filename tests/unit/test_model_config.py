@@ -9,7 +9,18 @@ import pytest
 import transformers
 from hf_dicts import LLAMA, of, without
 
-from tritonllm.config import ModelConfig, RopeConfig, llama_config, mistral_config, qwen2_config, qwen3_config
+from tritonllm.config import (
+    ModelConfig,
+    RopeConfig,
+    gemma2_config,
+    gemma3_config,
+    llama_config,
+    mistral_config,
+    olmo2_config,
+    phi3_config,
+    qwen2_config,
+    qwen3_config,
+)
 from tritonllm.errors import ConfigError, UnsupportedModelError
 
 
@@ -152,9 +163,63 @@ class TestFamilies:
         assert (config.qkv_bias, config.o_bias, config.sliding_window) == (False, False, None)
         assert mistral_config(without("num_key_value_heads", sliding_window=None)).num_kv_heads == 8
 
+    def test_gemma_2(self) -> None:
+        config = gemma2_config(without("hidden_act", "tie_word_embeddings", "num_key_value_heads"))
+        assert (config.hidden_act, config.head_dim, config.num_kv_heads) == ("gelu_pytorch_tanh", 256, 4)
+        assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+        assert (config.attention_scale, config.embedding_multiplier) == (256**-0.5, 256**0.5)
+        assert (config.norm_unit_offset, config.tie_word_embeddings) == (True, True)
+        windows = [config.of_layer(index).sliding_window for index in range(4)]
+        assert windows == [4096, None, 4096, None]
+        fields = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 64}
+        config = gemma2_config({**LLAMA, **fields, "hidden_activation": "gelu"})
+        assert (config.attention_softcap, config.logit_softcap, config.attention_scale) == (None, None, 0.125)
+        assert config.hidden_act == "gelu"
+
+    def test_gemma_3(self) -> None:
+        fields = {"num_hidden_layers": 7, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+        config = gemma3_config({**without("rope_theta"), **fields, "sliding_window": 512})
+        layers = [config.of_layer(index) for index in range(7)]
+        assert [layer.sliding_window for layer in layers] == [512] * 5 + [None, 512]
+        assert [(layer.rope.rope_type, layer.rope.theta) for layer in layers[4:6]] == [
+            ("default", 10_000.0), ("linear", 1e6),
+        ]  # fmt: skip
+        assert all(layer.layer_types == () and layer.sliding_rope is None for layer in layers)
+        assert config.has_plain_attention
+        short = config.for_length(512)
+        assert [short.of_layer(index).sliding_window for index in range(7)] == [None] * 7
+        assert [short.of_layer(index).rope for index in range(7)] == [layer.rope for layer in layers]
+        pattern = gemma3_config({**LLAMA, "sliding_window_pattern": 2})
+        assert pattern.layer_types == ("sliding_attention", "full_attention") * 2
+
+    def test_phi_3(self) -> None:
+        scaling = {"type": "su", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+        fields = {"rope_scaling": scaling, "max_position_embeddings": 131072, "sliding_window": 2047}
+        config = phi3_config({**LLAMA, **fields})
+        assert (config.sliding_window, config.layer_types) == (2047, ())
+        assert (config.rope.rope_type, config.rope.factor, config.max_position) == ("longrope", 32.0, 131072)
+        assert (config.max_length, config.for_length(4096).max_position) == (4096, 4096)
+        assert phi3_config({**LLAMA, **fields, "original_max_position_embeddings": 8192}).max_length == 8192
+
+    def test_olmo_2(self) -> None:
+        config = olmo2_config(without("rms_norm_eps", "max_position_embeddings", attention_bias=True))
+        assert (config.rms_norm_eps, config.max_position) == (1e-5, 2048)
+        assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, False)
+
+    def test_whether_some_layer_is_plain(self) -> None:
+        assert llama_config(LLAMA).has_plain_attention
+        assert not mistral_config(of("mistral")).has_plain_attention
+        assert mistral_config(of("mistral")).for_length(4096).has_plain_attention
+        assert not gemma2_config(LLAMA).has_plain_attention
+
     @pytest.mark.parametrize(
         ("reader", "field"),
         [
+            (gemma2_config, "mlp_bias"),
+            (gemma3_config, "mlp_bias"),
+            (phi3_config, "attention_bias"),
+            (phi3_config, "mlp_bias"),
+            (olmo2_config, "mlp_bias"),
             (qwen2_config, "mlp_bias"),
             (qwen3_config, "mlp_bias"),
             (mistral_config, "mlp_bias"),

@@ -9,7 +9,7 @@ from hf_dicts import LLAMA, engine, of
 
 from tritonllm.config import ModelConfig, read_hf_config, resolve_max_model_length, resolve_model_config
 from tritonllm.config.hf import _NEUTRAL_VALUES
-from tritonllm.errors import UnsupportedModelError
+from tritonllm.errors import ConfigError, UnsupportedModelError
 
 REFUSED: list[tuple[str, object]] = [
     ("hidden_act", "gelu"),
@@ -172,7 +172,7 @@ class TestSlidingWindow:
                 {
                     "use_sliding_window": True,
                     "sliding_window": 512,
-                    "layer_types": ["full_attention", "sliding_attention"],
+                    "layer_types": ["full_attention", "sliding_attention"] * 2,
                 },
                 512,
             ),
@@ -187,10 +187,21 @@ class TestSlidingWindow:
         for length in (64, 1024):
             assert resolve_model_config(engine(max_model_length=length), fields).sliding_window == 1024
 
-    def test_a_smaller_window_is_refused(self) -> None:
-        with pytest.raises(UnsupportedModelError, match=r"sliding_window=1024.*max_model_length=1025"):
-            resolve_model_config(engine(max_model_length=1025), of("mistral", sliding_window=1024))
-
-    def test_the_default_length_stops_at_the_window(self) -> None:
+    def test_a_smaller_window_stops_no_request(self) -> None:
         config = resolve_model_config(engine(), of("mistral", sliding_window=1024))
-        assert resolve_max_model_length(engine(), config) == 1024
+        assert resolve_max_model_length(engine(), config) == LLAMA["max_position_embeddings"]
+        assert config.for_length(1025).sliding_window == 1024
+        assert config.for_length(1024).sliding_window is None
+
+    def test_layers_with_a_window_and_layers_without(self) -> None:
+        fields = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}
+        config = ModelConfig.from_hf_dict(of("qwen2", **fields))
+        assert [config.of_layer(index).sliding_window for index in range(4)] == [None, 512, 512, 512]
+        config = ModelConfig.from_hf_dict(of("mistral", sliding_window=1024))
+        assert config.of_layer(0) is config
+
+    @pytest.mark.parametrize("layer_types", [["sliding_attention"], ["sliding_attention", "full_attention"]])
+    def test_too_few_types_of_layers_are_refused(self, layer_types: list[str]) -> None:
+        fields = {"use_sliding_window": True, "layer_types": layer_types}
+        with pytest.raises(ConfigError, match=rf"layer_types has {len(layer_types)} entries for num_layers=4"):
+            ModelConfig.from_hf_dict(of("qwen3", **fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.models.phi.configuration_phi import PhiConfig
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from tritonllm.config import ModelConfig, RopeConfig
-from tritonllm.errors import ConfigError
+from tritonllm.errors import ConfigError, UnsupportedModelError
 from tritonllm.models.rope import inverse_frequencies, rope_table
 
 POSITIONS = [0, 1, 1_000, 8_192, 60_000]
@@ -126,6 +127,32 @@ def test_dynamic_is_plain_up_to_the_original_length_and_refused_beyond() -> None
     assert torch.equal(rope_table(dynamic, 128, "cpu"), rope_table(RopeConfig(64, 128), 128, "cpu"))
     with pytest.raises(ConfigError, match=r"max_position=129 .* 128 positions .*'dynamic'"):
         rope_table(dynamic, 129, "cpu")
+
+
+@pytest.mark.parametrize("factor", [None, 4.0, 1.0])
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_longrope_takes_the_frequencies_for_the_length_of_the_table(share: float, factor: float | None) -> None:
+    pairs = int(64 * share) // 2
+    rule = {
+        "rope_type": "longrope",
+        "short_factor": [1 + 0.02 * pair for pair in range(pairs)],
+        "long_factor": [3 + 0.5 * pair for pair in range(pairs)],
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": share,
+    }
+    if factor is not None:
+        rule["factor"] = factor
+    theirs = hf_llama(rule)
+    rope = ModelConfig.from_hf_dict(theirs.to_dict()).rope
+    assert rope.factor == (factor or MAX_POSITION / 4096)
+    for positions in (4096, 4097):
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=positions)
+        torch.testing.assert_close(inverse_frequencies(rope, positions), frequencies, rtol=0, atol=0)
+        assert rope.magnitude == pytest.approx(magnitude)
+        table = rope_table(rope, positions, "cpu")
+        torch.testing.assert_close(table[1, :pairs], frequencies.cos() * magnitude)
+    with pytest.raises(UnsupportedModelError, match=rf"needs {pairs} numbers in long_factor.*, not {pairs - 1}"):
+        replace(rope, long_factor=rope.long_factor[1:])
 
 
 def test_tables_differ_with_every_parameter_of_a_model() -> None:

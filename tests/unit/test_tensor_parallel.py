@@ -63,6 +63,11 @@ CASES = [
             "llama, tied": ("llama", "4/2x32", {"tie_word_embeddings": True}, 2),
             "llama in three": ("llama", "9/3x64", {}, 3),
             "llama with biases": ("llama", "4/2x32", {"attention_bias": True, "mlp_bias": True}, 2),
+            "gemma2, one key head for two ranks": ("gemma2", "8/1x80", {}, 2),
+            "gemma3": ("gemma3_text", "4/2x32", {}, 2),
+            "phi3 in three, stacked projections": ("phi3", "9/3x64", {}, 3),
+            "olmo2, one key head for two ranks": ("olmo2", "8/1x80", {}, 2),
+            "olmo2 in three": ("olmo2", "9/3x64", {"attention_bias": True}, 3),
             "qwen3, one key head for two ranks": ("qwen3", "8/1x80", {}, 2),
             "qwen2, key heads on two of four ranks each": ("qwen2", "12/2x64", {"vocab_size": 509}, 4),
         }.items()

@@ -22,6 +22,10 @@ class Rule:
         """The same rule for a field that may be left out."""
         return Rule(f"{self.allowed}, or None", lambda value: value is None or self.accepts(value))
 
+    def or_off(self) -> Rule:
+        """The same rule for a number that 0 or False turns off."""
+        return Rule(f"{self.allowed}, or 0", lambda value: value in (0, False) or self.accepts(value))
+
     def check(self, name: str, value: object, error: type[Exception]) -> None:
         """Raise `error` naming the field, the value and what is allowed, unless the value passes."""
         if not self.accepts(value):
@@ -60,6 +64,15 @@ def weights(low: float, high: float, top: int) -> Rule:
         return all(map(key.accepts, keys)) and len({*keys}) == len(keys) and all(value_.accepts(v) for _, v in value)
 
     return Rule(f"a mapping from token ids to {value_.allowed.replace('a finite number', 'finite numbers')}", accepts)
+
+
+def positive_numbers() -> Rule:
+    """A tuple of finite numbers above zero."""
+    element = number(0, above=True)
+    return Rule(
+        f"a sequence whose items are each {element.allowed}",
+        lambda value: isinstance(value, tuple) and all(map(element.accepts, value)),
+    )
 
 
 def even() -> Rule:

@@ -6,12 +6,12 @@ A plugin's own reader calls `read_hf_config`, naming in `handled` the fields tha
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tritonllm.config.checks import Rule, flag, integer, number, strings, text
 from tritonllm.config.hf_rope import read_rope
-from tritonllm.config.model import DTYPES, ModelConfig
+from tritonllm.config.model import DTYPES, FULL, SLIDING, ModelConfig
 from tritonllm.errors import ConfigError, UnsupportedModelError
 
 _OFF = (False, 0)
@@ -97,7 +97,9 @@ def read_hf_config(
         config: the fields as stored, of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) or 5
             (`rope_parameters`, `dtype`).
         defaults: fields to assume when the file lacks them (one that is null stays null).
-        handled: fields that the caller's model implements itself, and that are therefore not refused.
+        handled: fields that the caller's model computes, and that are therefore not refused. The layers of
+            `tritonllm.models.layers` compute `hidden_act`, `attn_logit_softcapping`, `final_logit_softcapping` and
+            `embedding_multiplier` if they are named here.
         layer_windows: whether `layer_types` says which layers have the sliding window; else all of them have it.
         overrides: fields of `ModelConfig` that the model class fixes whatever the file says.
 
@@ -114,11 +116,14 @@ def read_hf_config(
     max_position = _take(fields, "max_position_embeddings", integer(1))
     attention_bias = _take(fields, "attention_bias", flag(), False)
     hidden_act = _take(fields, "hidden_act", text())
+    num_layers = _take(fields, "num_hidden_layers", integer(1))
+    window, layer_types = _sliding_window(fields, num_layers, layer_windows)
+    positive = number(0, above=True)
     values: dict[str, Any] = {
         "vocab_size": _take(fields, "vocab_size", integer(1)),
         "hidden_size": hidden_size,
         "intermediate_size": _take(fields, "intermediate_size", integer(1)),
-        "num_layers": _take(fields, "num_hidden_layers", integer(1)),
+        "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": _take(fields, "num_key_value_heads", integer(1), None) or num_heads,
         "head_dim": head_dim,
@@ -131,62 +136,17 @@ def read_hf_config(
         "mlp_bias": _take(fields, "mlp_bias", flag(), False),
         "attention_scale": _attention_scale(fields, head_dim),
         "rope": read_rope(fields, head_dim, max_position),
-        "sliding_window": _sliding_window(fields, layer_windows),
+        "sliding_window": window,
+        "layer_types": layer_types,
+        "attention_softcap": _take(fields, "attn_logit_softcapping", positive.or_off(), 0) or None,
+        "logit_softcap": _take(fields, "final_logit_softcapping", positive.or_off(), 0) or None,
+        "embedding_multiplier": _take(fields, "embedding_multiplier", positive, 1.0),
         "eos_token_ids": read_token_ids(fields, "eos_token_id"),
         "architectures": read_architectures(fields),
         "model_type": fields.get("model_type") or "",
         "dtype": _dtype(fields),
     }
     return ModelConfig(**{**values, **overrides})
-
-
-def llama_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Llama 1 to 3 and what shares their code, such as SmolLM2: `attention_bias` and `mlp_bias` place the biases."""
-    return read_hf_config(config, defaults={**_DEFAULTS, "max_position_embeddings": 2048})
-
-
-def qwen2_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Qwen2 and Qwen2.5: q, k and v always have a bias, nothing else does."""
-    _refuse_bias(config, "mlp_bias")
-    return read_hf_config(config, defaults=_QWEN_DEFAULTS, qkv_bias=True, o_bias=False)
-
-
-def qwen3_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Dense Qwen3: q and k are normalised per head, and `head_dim` is 128 unless the file says otherwise."""
-    _refuse_bias(config, "mlp_bias")
-    qk_norm = ("use_qk_norm", "qk_norm", "qk_layernorm")
-    return read_hf_config(config, defaults={**_QWEN_DEFAULTS, "head_dim": 128}, handled=qk_norm)
-
-
-def mistral_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Mistral: no biases, and a sliding window, where there is one, in every layer."""
-    _refuse_bias(config, "attention_bias", "mlp_bias")
-    return read_hf_config(config, defaults=_MISTRAL_DEFAULTS, layer_windows=False)
-
-
-# What transformers assumes when a file lacks the field: it can differ from what the other fields suggest.
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
-_QWEN_DEFAULTS = {
-    **_DEFAULTS,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_MISTRAL_DEFAULTS = {
-    **_DEFAULTS,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-}
-
-READERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
-    "llama": llama_config,
-    "mistral": mistral_config,
-    "qwen2": qwen2_config,
-    "qwen3": qwen3_config,
-}
 
 
 def refuse_unsupported_fields(fields: Mapping[str, Any], handled: Collection[str] = ()) -> None:
@@ -245,12 +205,6 @@ def _take(fields: Mapping[str, Any], field: str, rule: Rule, default: Any = _REQ
     return value
 
 
-def _refuse_bias(config: Mapping[str, Any], *names: str) -> None:
-    for field in names:
-        if config.get(field):
-            raise unsupported(field, config[field], f"a {config.get('model_type')} model has no such bias")
-
-
 def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float:
     """Granite gives the softmax scale itself, Gemma the number whose inverse root it is."""
     positive = number(0, above=True)
@@ -260,22 +214,26 @@ def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float:
     return float(_take(fields, "query_pre_attn_scalar", positive, head_dim)) ** -0.5
 
 
-def _sliding_window(fields: Mapping[str, Any], layer_windows: bool) -> int | None:
-    """The window of the layers that have one, None if none has."""
+def _sliding_window(
+    fields: Mapping[str, Any], num_layers: int, layer_windows: bool
+) -> tuple[int | None, tuple[str, ...]]:
+    """The window of the layers that have one (None if none has), and the type of each layer if they differ."""
     layer_types = _take(fields, "layer_types", strings(), ()) if layer_windows else ()
     for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
+        if layer_type not in (FULL, SLIDING):
             raise unsupported("layer_types", layer_type)
     window = _take(fields, "sliding_window", integer(1), None)
     enabled = _take(fields, "use_sliding_window", flag(), True)
-    if "sliding_attention" in layer_types:
+    if SLIDING in layer_types:
         if window is None or not enabled:
-            raise unsupported("layer_types", "sliding_attention", "the size of the window is not given")
-        return window
+            raise unsupported("layer_types", SLIDING, "the size of the window is not given")
+        return window, tuple(layer_types[:num_layers])
     if layer_types or not enabled:
-        return None
+        return None, ()
     first = _take(fields, "max_window_layers", integer(0), 0) if layer_windows else 0
-    return window if first < _take(fields, "num_hidden_layers", integer(1)) else None
+    if window is None or first >= num_layers:
+        return None, ()
+    return window, (FULL,) * first + (SLIDING,) * (num_layers - first) if first else ()
 
 
 def _dtype(fields: Mapping[str, Any]) -> str | None:

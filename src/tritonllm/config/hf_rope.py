@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from tritonllm.config.checks import Rule, flag, integer, number
+from tritonllm.config.checks import Rule, flag, integer, number, positive_numbers
 from tritonllm.config.rope import ROPE_TYPES, RopeConfig
 from tritonllm.errors import ConfigError, UnsupportedModelError
 
@@ -24,6 +24,8 @@ _NUMBERS: dict[str, Rule] = {
     "mscale": number(0),
     "mscale_all_dim": number(0),
     "truncate": flag(),
+    "short_factor": positive_numbers(),
+    "long_factor": positive_numbers(),
 }
 _REQUIRED_NUMBERS = {
     "default": (),
@@ -31,6 +33,7 @@ _REQUIRED_NUMBERS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),  # its factor may follow from the two lengths
+    "longrope": ("short_factor", "long_factor"),  # and so may its
 }
 _OTHER_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 _WITHOUT_EFFECT = ("finetuned",)
@@ -60,7 +63,7 @@ def read_rope(fields: Mapping[str, Any], head_dim: int, max_position: int) -> Ro
                 f"The checkpoint's config says {source}.{name}={reprlib.repr(value)}, which is not computed for "
                 f"rope_type={rope_type!r}."
             )
-    numbers = {name: scaling[name] for name in _NUMBERS if scaling.get(name) is not None}
+    numbers = {name: _frozen(scaling[name]) for name in _NUMBERS if scaling.get(name) is not None}
     for name, value in numbers.items():
         _NUMBERS[name].check(f"{source}.{name}", value, ConfigError)
     for name in _REQUIRED_NUMBERS[rope_type]:
@@ -68,7 +71,7 @@ def read_rope(fields: Mapping[str, Any], head_dim: int, max_position: int) -> Ro
             raise ConfigError(f"The checkpoint's config lacks {source}.{name}, which rope_type={rope_type!r} needs.")
 
     original = _original_max_position(fields, scaling, rope_type, max_position)
-    if rope_type == "yarn":
+    if rope_type in ("yarn", "longrope"):
         numbers.setdefault("factor", max_position / original)
     theta = _first(scaling.get("rope_theta"), fields.get("rope_theta"), 10000.0)
     _positive.check("rope_theta", theta, ConfigError)
@@ -100,7 +103,7 @@ def _original_max_position(
     fields: Mapping[str, Any], scaling: Mapping[str, Any], rope_type: str, max_position: int
 ) -> int:
     """As in transformers: the outer field counts before the inner one, and only where the rule extends a context."""
-    if rope_type not in ("llama3", "yarn"):
+    if rope_type not in ("llama3", "yarn", "longrope"):
         return max_position
     name = "original_max_position_embeddings"
     original = _first(fields.get(name), scaling.get(name), max_position)
@@ -121,6 +124,11 @@ def _rotary_dim(fields: Mapping[str, Any], scaling: Mapping[str, Any], head_dim:
             "it must be even, at least 2, and at most head_dim."
         )
     return rotary_dim
+
+
+def _frozen(value: Any) -> Any:
+    """A list as a tuple, anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _first(*values: Any) -> Any:

@@ -89,12 +89,7 @@ def resolve_max_model_length(engine: EngineConfig, model: ModelConfig) -> int:
         raise ConfigError(
             f"max_model_length={length} is above the model's {model.max_position} positions: lower it to that."
         )
-    if model.sliding_window is not None and length > model.sliding_window:
-        raise UnsupportedModelError(
-            f"The checkpoint's config says sliding_window={model.sliding_window}, and attention over a window is not "
-            f"computed: lower max_model_length={length} to {model.max_length}, where the window has no effect."
-        )
-    if length > model.max_length:
+    if length > model.max_length and model.rope.rope_type == "dynamic":
         raise UnsupportedModelError(
             f"The checkpoint's config says rope_type='dynamic', whose angles change as a text grows beyond "
             f"{model.rope.max_length} tokens, which is not computed: lower max_model_length={length} to that."

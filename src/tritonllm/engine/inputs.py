@@ -14,7 +14,7 @@ from tritonllm.engine.sequence import Choice, RowSampling
 from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device, upload
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
-from tritonllm.kernels.prefill_attention import PrefillTiling, prefill_tiles
+from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.row_layout import (
     CONTROLS,
     FREQUENCY_PENALTY,

@@ -31,7 +31,7 @@ from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import HEADER, advance_rows, load_rows
 from tritonllm.kernels.launch import compiling_ahead
 from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
-from tritonllm.kernels.prefill_attention import PrefillTiling
+from tritonllm.kernels.prefill_tiling import PrefillTiling
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
 
@@ -90,7 +90,8 @@ class ModelRunner:
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
         num_heads, self.num_kv_heads = model.num_heads // tp.size, tp.split_kv_heads(model.num_kv_heads)[1]
-        self.tiling = PrefillTiling.choose(num_heads, model.head_dim, self.dtype, self.block_size, self.device)
+        sizes = num_heads, model.head_dim, self.dtype, self.block_size, self.device
+        self.tiling = PrefillTiling.choose(*sizes, hopper=model.has_plain_attention)
         table_width = -(-(self.config.max_model_length or 1) // self.block_size)
         width = -(-(HEADER + table_width) // 16) * 16
         self._block_bytes = bytes_per_block(model, self.block_size, self.num_kv_heads, self.dtype)
@@ -99,9 +100,8 @@ class ModelRunner:
         self.sampled = self.results.tokens
         self._choose = TokenChoice(self.model, self.results)
         self.controls = ControlState.allocate(self.max_num_rows, model.vocab_size, self.device)
-        self.workspace = DecodeWorkspace.allocate(
-            self.max_num_rows, num_heads, self.num_kv_heads, model.head_dim, self.device
-        )
+        heads = num_heads, self.num_kv_heads, model.head_dim
+        self.workspace = DecodeWorkspace.allocate(self.max_num_rows, *heads, self.device)
 
     # ---- start-up ----
 

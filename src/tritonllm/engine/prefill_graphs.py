@@ -13,7 +13,7 @@ from tritonllm.engine.inputs import PrefillLayout, StepInputs, chunk_inputs
 from tritonllm.engine.plan import PrefillChunk, choice_of_chunks
 from tritonllm.engine.sequence import Choice
 from tritonllm.engine.upload import on_host, to_device
-from tritonllm.kernels.prefill_attention import PrefillTiling
+from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512)
 MAX_SEQS = 8

@@ -100,8 +100,10 @@ def resolve_model(config: EngineConfig, *, spec: ModelSpec | None = None, record
     if config.world_size > 1:
         check_ranks_can_import(spec)
     device = "cuda" if recorded else _device(config)
+    length = resolve_max_model_length(config, model)
+    model = model.for_length(length)
     engine = config.replace(
-        max_model_length=resolve_max_model_length(config, model),
+        max_model_length=length,
         dtype=resolve_dtype(config, model, device),
         device=device,
     )

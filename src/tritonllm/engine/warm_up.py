@@ -8,8 +8,8 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.controls import RowControls, Seen
 from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.sequence import RowSampling
-from tritonllm.kernels.decode_attention import distinct_batches
-from tritonllm.kernels.prefill_attention import PrefillTiling
+from tritonllm.kernels.decode_splits import distinct_batches
+from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 
 def warm_up_prefills(

@@ -25,7 +25,7 @@ from tritonllm.lazy_package import make_lazy
 
 if TYPE_CHECKING:
     from tritonllm.errors import KernelError
-    from tritonllm.kernels.activation import silu_and_mul
+    from tritonllm.kernels.activation import gelu_and_mul, silu_and_mul
     from tritonllm.kernels.decode_attention import DecodeWorkspace, decode_attention
     from tritonllm.kernels.decode_rows import advance_rows, load_rows
     from tritonllm.kernels.fused_decode_attention import fused_decode_attention
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from tritonllm.kernels.logprobs import token_logprobs
     from tritonllm.kernels.longest_first import longest_first
     from tritonllm.kernels.norm import add_rms_norm, rms_norm
-    from tritonllm.kernels.prefill_attention import PrefillTiling, prefill_attention, prefill_tiles
+    from tritonllm.kernels.prefill_attention import prefill_attention
+    from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
     from tritonllm.kernels.rope import apply_rope
     from tritonllm.kernels.rope_store import rope_store_kv
     from tritonllm.kernels.sampling import merge_picks, pick_from_shard, pick_tokens, sample_tokens
@@ -47,13 +48,14 @@ _HOME = {
     "DecodeWorkspace": "tritonllm.kernels.decode_attention",
     "KernelError": "tritonllm.errors",
     "Launch": "tritonllm.kernels.launch",
-    "PrefillTiling": "tritonllm.kernels.prefill_attention",
+    "PrefillTiling": "tritonllm.kernels.prefill_tiling",
     "add_rms_norm": "tritonllm.kernels.norm",
     "adjust_logits": "tritonllm.kernels.logit_controls",
     "advance_rows": "tritonllm.kernels.decode_rows",
     "apply_rope": "tritonllm.kernels.rope",
     "decode_attention": "tritonllm.kernels.decode_attention",
     "fused_decode_attention": "tritonllm.kernels.fused_decode_attention",
+    "gelu_and_mul": "tritonllm.kernels.activation",
     "hopper_linear": "tritonllm.kernels.hopper_linear",
     "hopper_linear_parts": "tritonllm.kernels.hopper_linear",
     "kept_threshold": "tritonllm.kernels.kept_set",
@@ -63,7 +65,7 @@ _HOME = {
     "pick_from_shard": "tritonllm.kernels.sampling",
     "pick_tokens": "tritonllm.kernels.sampling",
     "prefill_attention": "tritonllm.kernels.prefill_attention",
-    "prefill_tiles": "tritonllm.kernels.prefill_attention",
+    "prefill_tiles": "tritonllm.kernels.prefill_tiling",
     "rms_norm": "tritonllm.kernels.norm",
     "rope_store_kv": "tritonllm.kernels.rope_store",
     "sample_tokens": "tritonllm.kernels.sampling",
@@ -84,6 +86,7 @@ __all__ = [
     "apply_rope",
     "decode_attention",
     "fused_decode_attention",
+    "gelu_and_mul",
     "hopper_linear",
     "hopper_linear_parts",
     "kept_threshold",

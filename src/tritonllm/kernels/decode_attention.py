@@ -1,6 +1,8 @@
 """Attention of one new token a sequence over the paged KV cache, with the keys of a sequence split over programs.
 
-    out_b = sum_j softmax_j(scale * q_b . k_j) v_j,   j = 0 .. context_len_b - 1;   context_len 0 gives exactly 0
+    out_b = sum_j softmax_j(cap(scale * q_b . k_j)) v_j,   j = 0 .. context_len_b - 1;   context_len 0 gives exactly 0
+
+With a window of W keys j starts at context_len_b - W. cap(s) is softcap * tanh(s / softcap), or s without a softcap.
 
     q, out          [B, Hq, D]   query head h reads KV head h // (Hq / Hkv)
     k_cache/v_cache [num_blocks, block_size, Hkv, D]   any strides, the same for both, unit on D
@@ -20,15 +22,19 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonllm.kernels.decode_splits import decode_splits, tiles_before_split
 from tritonllm.kernels.dependent_launch import start_after_previous
 from tritonllm.kernels.launch import Launch, check, gpu_of, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.longest_first import check_order
-from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
+from tritonllm.kernels.paged_attention import (
+    LOG2_E,
+    check_paged,
+    check_score_options,
+    load_block_ids,
+    shared_memory_limit,
+)
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.split_attention import attend_tiles, sequence_at, store_or_merge
-
-MAX_SPLITS = 32  # beyond it the merge costs more than the splits save
-_MIN_SPLITS = 4  # evens out a batch of mixed lengths; short sequences use fewer
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -62,6 +68,8 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -69,7 +77,11 @@ def _decode_attention_kernel(
     kv_head = tl.program_id(1)
     sequence = sequence_at(order_ptr, tl.program_id(2))
     context_len = tl.load(context_lens_ptr + sequence)
-    num_tiles = tl.cdiv(context_len, BLOCK_N)
+    first_key, first_tile = None, 0
+    if WINDOW is not None:
+        first_key = tl.maximum(context_len - WINDOW, 0)
+        first_tile = first_key // BLOCK_N
+    num_tiles = tl.cdiv(context_len, BLOCK_N) - first_tile
     # A short sequence uses fewer programs, so that each has MIN_TILES tiles of keys if there are as many.
     used = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
     if split >= used:
@@ -88,47 +100,17 @@ def _decode_attention_kernel(
     peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    block_ids = load_block_ids(table_row_ptr, split * BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
+    block_ids = load_block_ids(table_row_ptr, (first_tile + split) * BLOCK_N, context_len, BLOCK_SIZE, BLOCK_N)
     acc, total, peak = attend_tiles(
-        query, k_ptrs, v_ptrs, table_row_ptr, block_ids, split, num_tiles, used, context_len, scale_log2,
-        cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        query, k_ptrs, v_ptrs, table_row_ptr, block_ids, first_tile + split, first_tile + num_tiles, used, first_key,
+        context_len, scale_log2, cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE,
+        BLOCK_N, BLOCK_D, SOFTCAP,
     )  # fmt: skip
     store_or_merge(
         acc, total, peak, out_ptr + sequence * out_token_stride, out_head_stride, partial_out_ptr, partial_stats_ptr,
         counters_ptr, sequence, kv_head, split, used, NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, MERGE_HEADS, BLOCK_G,
         BLOCK_D,
     )  # fmt: skip
-
-
-def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share the keys of one (sequence, KV head): about two for each SM, from 4 to 32.
-
-    A power of two that depends on no length, so that a captured graph holds and few variants are compiled.
-    """
-    programs = max(1, 2 * num_sms // (batch * num_kv_heads))
-    return min(max(1 << (programs.bit_length() - 1), _MIN_SPLITS), MAX_SPLITS)
-
-
-def tiles_before_split(pairs: int, splits: int, num_sms: int) -> int:
-    """Tiles of keys that a program of a (sequence, KV head) pair gets before another one joins it.
-
-    Many splits go with few pairs, where latency counts: let each have little to do. Where the pairs alone fill the SMs
-    several times over, splitting serves sequences far longer than the others, and would only cost the rest a merge.
-    """
-    if pairs >= 8 * num_sms:
-        return 32
-    if pairs >= 3 * num_sms:
-        return 16
-    return min(max(64 // splits, 2), 8)
-
-
-def distinct_batches(max_batch: int, num_kv_heads: int, num_sms: int) -> list[int]:
-    """The smallest batch of each kernel that is compiled for batches from 1 to `max_batch`, ascending."""
-    smallest: dict[tuple[int, int], int] = {}
-    for batch in range(1, max_batch + 1):
-        splits = decode_splits(batch, num_kv_heads, num_sms)
-        smallest.setdefault((splits, tiles_before_split(batch * num_kv_heads, splits, num_sms)), batch)
-    return list(smallest.values())
 
 
 @dataclass(frozen=True)
@@ -173,7 +155,6 @@ def check_decode_batch(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     order: torch.Tensor | None,
-    scale: float,
     workspace: DecodeWorkspace,
     splits: int,
 ) -> None:
@@ -191,7 +172,6 @@ def check_decode_batch(
         lambda: f"context_lens must be contiguous int32 [{batch}], got {shape_of(context_lens)}",
     )
     check_order(op, order, batch)
-    check(scale > 0, op, lambda: f"scale must be positive, got {scale}")
     check(splits & (splits - 1) == 0, op, lambda: f"num_splits must be a power of two, got {splits}")
     rows = batch * splits * num_heads
     check(
@@ -229,6 +209,8 @@ def plan_decode_attention(
     out: torch.Tensor,
     *,
     order: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     num_splits: int | None = None,
     shared_memory: int | None = None,
     pdl: bool | None = None,
@@ -248,7 +230,8 @@ def plan_decode_attention(
         f"out must be like q with unit stride on D, got {shape_of(out)}",
     )
     splits = num_splits or decode_splits(max(batch, 1), num_kv_heads, workspace.num_sms)
-    check_decode_batch(op, out, k_cache, block_tables, context_lens, order, scale, workspace, splits)
+    check_decode_batch(op, out, k_cache, block_tables, context_lens, order, workspace, splits)
+    check_score_options(op, scale, window, softcap)
     block_d = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
     block_g = max(16, triton.next_power_of_2(group))
@@ -291,6 +274,8 @@ def plan_decode_attention(
             "BLOCK_D": block_d,
             # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
             "MERGE_HEADS": min(max(16384 // (splits * block_d), 1), triton.next_power_of_2(group)),
+            "WINDOW": window,
+            "SOFTCAP": softcap,
             "PDL": pdl,
         },
         options={
@@ -310,6 +295,9 @@ def decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     order: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of one query a sequence over all its keys, the query's own key included.
 
@@ -321,12 +309,20 @@ def decode_attention(
         scale: factor of the scores before the softmax, positive.
         workspace: from `DecodeWorkspace.allocate` on q's device, for at least this batch.
         order: int32 [B], a permutation: the order in which sequences are taken, as `longest_first` gives it.
+        window: keys that a query sees, its own and those right before it; None for all. Other keys, and the entries of
+            `block_tables` of blocks without a key in the window, are never read.
+        softcap: bound of the scaled scores, None for none.
 
     Returns:
         [B, Hq, D], new, contiguous, q's dtype. Raises `KernelError` on shapes or dtypes it cannot take.
     """
     if not runs_kernel(q):
-        return reference.decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace)
+        return reference.decode_attention(
+            q, k_cache, v_cache, block_tables, context_lens, scale, workspace, window=window, softcap=softcap
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    plan_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, workspace, out, order=order).run()
+    plan_decode_attention(
+        q, k_cache, v_cache, block_tables, context_lens, scale, workspace, out,
+        order=order, window=window, softcap=softcap,
+    ).run()  # fmt: skip
     return out

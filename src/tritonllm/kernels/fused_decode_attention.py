@@ -4,9 +4,10 @@
     q, k    = rms_norm(q), rms_norm(k)          only with norm weights [D] (Qwen3)
     q, k    = rope(q), rope(k)
     k_cache[slot], v_cache[slot] = k, v         where slot_mapping[b] = slot is not -1
-    out_b   = sum_j softmax_j(scale * q_b . k_j) v_j,   j = 0 .. context_len_b - 1, the new token being the last
+    out_b   = sum_j softmax_j(cap(scale * q_b . k_j)) v_j,   j = 0 .. context_len_b - 1, the new token being the last
 
-Layouts and rounding are those of `rope_store` and `decode_attention`, and so are the values, up to the order of sums.
+Layouts, windows, caps and rounding are those of `rope_store` and `decode_attention`, and so are the values, up to the
+order of sums.
 In particular the new key is rounded to the cache's dtype before it meets a query.
 
 The new token is not read back from the cache that this launch writes it to: splits read keys 0 .. context_len - 2, and
@@ -35,38 +36,16 @@ from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previ
 from tritonllm.kernels.fused_decode_table import FusedTile, fused_blocks, fused_tile
 from tritonllm.kernels.kv_store import check_per_token, slot_offset
 from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
-from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
-from tritonllm.kernels.paged_attention import LOG2_E, check_paged, load_block_ids, shared_memory_limit
+from tritonllm.kernels.paged_attention import (
+    LOG2_E,
+    check_paged,
+    check_score_options,
+    load_block_ids,
+    shared_memory_limit,
+)
 from tritonllm.kernels.reference import attention as reference
-from tritonllm.kernels.rope import check_rotation
+from tritonllm.kernels.rope import check_rotation, load_with_partners, norm_and_rotate
 from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, sequence_at, store_or_merge
-
-
-@triton.jit
-def load_with_partners(row_ptrs, dim, mask, HALF: tl.constexpr):
-    """Elements `dim` of rows, and the elements they are rotated with (behind the rotated part: themselves)."""
-    partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
-    return tl.load(row_ptrs + dim, mask=mask, other=0.0), tl.load(row_ptrs + partner, mask=mask, other=0.0)
-
-
-@triton.jit
-def norm_and_rotate(
-    x, partners, weight, partner_weight, cos, sin, eps, dim, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
-):
-    """Heads x [rows, BLOCK_D] normalised, if there is a weight, and rotated: the bits of `rope.rotate`."""
-    first = dim < HALF
-    rotated = dim < 2 * HALF
-    if weight is not None:
-        wide, wide_partners = x.to(tl.float32), partners.to(tl.float32)
-        pairs = tl.where(first, wide * wide + wide_partners * wide_partners, 0.0)
-        squares = tl.sum(pairs, axis=1, keep_dims=True)  # [rows, 1]
-        if 2 * HALF < HEAD_DIM:
-            squares += tl.sum(tl.where(rotated, 0.0, wide * wide), axis=1, keep_dims=True)
-        scale = inverse_rms(squares, eps, HEAD_DIM)
-        x = scale_and_weigh(x, scale, weight)
-        partners = scale_and_weigh(partners, scale, partner_weight)
-    turned = tl.fma(x.to(tl.float32), cos, partners.to(tl.float32) * tl.where(first, -sin, sin))
-    return tl.where(rotated, turned.to(x.dtype), x)
 
 
 @triton.jit(
@@ -111,6 +90,8 @@ def _fused_decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEAD_START: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
     EARLY_READS: tl.constexpr,
 ):
@@ -123,7 +104,11 @@ def _fused_decode_attention_kernel(
     sequence = sequence_at(order_ptr, tl.program_id(2))
     context_len = tl.load(context_lens_ptr + sequence)
     old_len = context_len - 1
-    num_tiles = tl.cdiv(old_len, BLOCK_N)  # 0 for a context of 0, too
+    first_key, first_tile = None, 0
+    if WINDOW is not None:
+        first_key = tl.maximum(context_len - WINDOW, 0)
+        first_tile = first_key // BLOCK_N
+    num_tiles = tl.cdiv(old_len, BLOCK_N) - first_tile  # 0 for a context of 0, too
     # A short sequence uses fewer programs, so that each has MIN_TILES tiles of keys if there are as many.
     used = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
     if split >= used:  # with EARLY_READS it has not waited, but split 0 will
@@ -133,7 +118,8 @@ def _fused_decode_attention_kernel(
     position = tl.load(positions_ptr + sequence).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + sequence).to(tl.int64)
     table_row_ptr = block_tables_ptr + sequence * table_stride
-    block_ids = load_block_ids(table_row_ptr, split * BLOCK_N, old_len, BLOCK_SIZE, BLOCK_N)
+    tile = first_tile + split
+    block_ids = load_block_ids(table_row_ptr, tile * BLOCK_N, old_len, BLOCK_SIZE, BLOCK_N)
     # Rows of the tile of heads: 0 .. GROUP - 1 are queries, GROUP is the new key. Angles and weights are read as tiles
     # of the same shape, so that no value changes threads.
     row = tl.arange(0, BLOCK_G)[:, None].to(tl.int64)
@@ -153,10 +139,10 @@ def _fused_decode_attention_kernel(
     v_ptrs = v_cache_ptr + cache_head + tl.arange(0, BLOCK_D)[None, :]
     if HEAD_START:
         keys, values, key_mask = load_tile(
-            k_ptrs, v_ptrs, block_ids, split * BLOCK_N, old_len, cache_block_stride, cache_token_stride,
+            k_ptrs, v_ptrs, block_ids, tile * BLOCK_N, first_key, old_len, cache_block_stride, cache_token_stride,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        block_ids = load_block_ids(table_row_ptr, (split + used) * BLOCK_N, old_len, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(table_row_ptr, (tile + used) * BLOCK_N, old_len, BLOCK_SIZE, BLOCK_N)
     if PDL and EARLY_READS:
         wait_for_previous()
 
@@ -171,13 +157,14 @@ def _fused_decode_attention_kernel(
     peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    first_tile = split + used if HEAD_START else split
+    next_tile = tile + used if HEAD_START else tile
     acc, total, peak = attend_tiles(
-        heads, k_ptrs, v_ptrs, table_row_ptr, block_ids, first_tile, num_tiles, used, old_len, scale_log2,
-        cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        heads, k_ptrs, v_ptrs, table_row_ptr, block_ids, next_tile, first_tile + num_tiles, used, first_key, old_len,
+        scale_log2, cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        SOFTCAP,
     )  # fmt: skip
     if HEAD_START:
-        acc, total, peak = attend_tile(heads, keys, values, key_mask, scale_log2, acc, total, peak)
+        acc, total, peak = attend_tile(heads, keys, values, key_mask, scale_log2, acc, total, peak, SOFTCAP)
     if (split == used - 1) & (context_len > 0):
         if slot >= 0:
             cache_offset = slot_offset(slot, cache_block_stride, cache_token_stride, BLOCK_SIZE) + cache_head
@@ -185,7 +172,7 @@ def _fused_decode_attention_kernel(
             tl.store(v_cache_ptr + cache_offset + dim, new_value, mask=new_mask)
         # The tile of heads is a tile of keys as well, of which one exists.
         is_new = tl.arange(0, BLOCK_G) == GROUP
-        acc, total, peak = attend_tile(heads, heads, new_value, is_new, scale_log2, acc, total, peak)
+        acc, total, peak = attend_tile(heads, heads, new_value, is_new, scale_log2, acc, total, peak, SOFTCAP)
     store_or_merge(
         acc, total, peak, out_ptr + sequence * out_token_stride, out_head_stride, partial_out_ptr, partial_stats_ptr,
         counters_ptr, sequence, kv_head, split, used, NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, MERGE_HEADS, BLOCK_G,
@@ -210,6 +197,8 @@ def plan_fused_decode_attention(
     eps: float = 1e-6,
     *,
     order: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     tile: FusedTile | None = None,
     shared_memory: int | None = None,
     pdl: bool | None = None,
@@ -244,7 +233,8 @@ def plan_fused_decode_attention(
         limit = shared_memory_limit(qkv.device) if shared_memory is None else shared_memory
         heads = batch, num_heads, num_kv_heads, head_dim
         tile = fused_tile(*heads, qkv.element_size(), workspace.num_sms, limit)
-    check_decode_batch(op, out, k_cache, block_tables, context_lens, order, scale, workspace, tile.splits)
+    check_decode_batch(op, out, k_cache, block_tables, context_lens, order, workspace, tile.splits)
+    check_score_options(op, scale, window, softcap)
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)
     pdl = supports_pdl(qkv.device) if pdl is None else pdl
@@ -291,6 +281,8 @@ def plan_fused_decode_attention(
             "BLOCK_N": tile.keys,
             "BLOCK_D": block_d,
             "HEAD_START": tile.head_start,
+            "WINDOW": window,
+            "SOFTCAP": softcap,
             "PDL": pdl,
             "EARLY_READS": pdl and early_reads,
         },
@@ -315,6 +307,8 @@ def fused_decode_attention(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     order: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     early_reads: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate the new token's heads, write its key and value, and attend to the whole context.
@@ -332,7 +326,8 @@ def fused_decode_attention(
         num_heads, scale: Hq, and the factor of the scores before the softmax, positive.
         workspace: from `DecodeWorkspace.allocate` on qkv's device, for at least this batch.
         q_norm, k_norm, eps: weights [D] and epsilon of the per-head RMSNorm; both weights or neither.
-        order, early_reads: as in `decode_attention`; the caller keeps the rule at the top of this file.
+        order, window, softcap: as in `decode_attention`.
+        early_reads: the caller keeps the rule at the top of this file.
 
     Returns:
         [B, Hq, D], new, contiguous, qkv's dtype. Raises `KernelError` where shapes, dtypes or strides do not fit.
@@ -340,11 +335,11 @@ def fused_decode_attention(
     if not runs_kernel(qkv):
         return reference.fused_decode_attention(
             qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, block_tables, context_lens, num_heads, scale,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
+            q_norm=q_norm, k_norm=k_norm, eps=eps, window=window, softcap=softcap,
         )  # fmt: skip
     out = torch.empty(qkv.shape[0], num_heads, k_cache.shape[-1], dtype=qkv.dtype, device=qkv.device)
     plan_fused_decode_attention(
         qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, block_tables, context_lens, scale, workspace, out,
-        q_norm, k_norm, eps, order=order, early_reads=early_reads,
+        q_norm, k_norm, eps, order=order, window=window, softcap=softcap, early_reads=early_reads,
     ).run()  # fmt: skip
     return out

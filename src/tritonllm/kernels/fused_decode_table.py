@@ -7,7 +7,8 @@ from functools import cache
 
 import triton
 
-from tritonllm.kernels.decode_attention import decode_splits, key_tile, tiles_before_split
+from tritonllm.kernels.decode_attention import key_tile
+from tritonllm.kernels.decode_splits import decode_splits, tiles_before_split
 
 
 @dataclass(frozen=True)

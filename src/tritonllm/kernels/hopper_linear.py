@@ -1,6 +1,6 @@
 """Linear layers of a decode step on Hopper, for any number of rows; the tuning table says where they are the fastest.
 
-    hopper_linear        y = x W^T + b;  gated: W stacks gate and up rows, y = silu(gate) * up
+    hopper_linear        y = x W^T + b;  gated: W stacks gate and up rows, y = act(gate) * up
     hopper_linear_parts  parts [S, M, N], whose sum over S is x W^T + b
 
 Layouts: x [M, K], W [N, K] ([2 N, K] if gated), b one element a row of W, y [M, N].
@@ -10,7 +10,7 @@ it still runs (programmatic dependent launch), load what they need of W, and onl
 has too few tiles to be loaded quickly: its sum over K is divided among programs, and whoever reads the parts adds them,
 always in the same order. `add_rms_norm` does so on its way.
 
-Rounding follows Hugging Face's separate ops, as in `skinny_linear`: sums are fp32 and rounded after the bias, silu is
+Rounding follows Hugging Face's separate ops, as in `skinny_linear`: sums are fp32 and rounded after the bias, act is
 fp32 and rounded, and so is its product with up. Parts are fp32 and not rounded.
 """
 
@@ -23,6 +23,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tritonllm.kernels.activation import check_activation
 from tritonllm.kernels.hopper_linear_kernel import _hopper_linear_kernel
 from tritonllm.kernels.launch import Launch, cdiv, check, nvidia_capability, on_gpu, shape_of
 from tritonllm.kernels.reference import linear
@@ -86,6 +87,7 @@ def plan_hopper_linear(
     *,
     bias: torch.Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     tile: HopperTile | None = None,
     pdl: bool = True,
 ) -> Launch:
@@ -105,6 +107,7 @@ def plan_hopper_linear(
         op,
         lambda: f"weight must be contiguous [N, {columns}] of the dtype of x {shape_of(x)}, not {shape_of(weight)}",
     )
+    check_activation(op, activation)
     parts = out.dim() == 3
     rows = out.shape[-1]
     check(
@@ -146,6 +149,7 @@ def plan_hopper_linear(
             "STAGES": min(tile.stages, steps),
             "SPLITS": tile.splits,
             "GATED": gated,
+            "ACTIVATION": activation,
             "WARPS": warps,
             "PDL": pdl,
         },
@@ -154,9 +158,14 @@ def plan_hopper_linear(
 
 
 def hopper_linear(
-    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """A linear layer, with SiLU and product where it is gated.
+    """A linear layer, with activation and product where it is gated.
 
     Weight and bias are read before the previous kernel on the stream has ended: that kernel must not have written them.
 
@@ -164,7 +173,8 @@ def hopper_linear(
         x: [M, K] bfloat16 or float16, K a multiple of 8; rows may be strided by multiples of 8.
         weight: [N, K], contiguous; gated: [2 N, K], rows of the gate and then those of up.
         bias: one element a row of weight.
-        gated: the result is silu(gate) * up.
+        gated: the result is act(gate) * up.
+        activation: act, one of `activation.ACTIVATIONS`; without effect where it is not gated.
 
     Returns:
         [M, N], new, contiguous, in the dtype of x.
@@ -173,10 +183,10 @@ def hopper_linear(
         KernelError: shapes, dtypes or strides do not fit, or the GPU is not of the Hopper family.
     """
     if not on_gpu(x):
-        return linear.hopper_linear(x, weight, bias=bias, gated=gated)
+        return linear.hopper_linear(x, weight, bias=bias, gated=gated, activation=activation)
     _require_hopper(x.device)
     out = torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=x.dtype, device=x.device)
-    plan_hopper_linear(x, weight, out, bias=bias, gated=gated).run()
+    plan_hopper_linear(x, weight, out, bias=bias, gated=gated, activation=activation).run()
     return out
 
 

@@ -46,6 +46,17 @@ def _bias_of(bias_ptr, row, split, N: gl.constexpr):
     return gl.expand_dims(gl.load(bias_ptr + row, mask=(row < N) & (split == 0), other=0.0).to(gl.float32), 0)
 
 
+@gluon.jit
+def _activate(x, ACTIVATION: gl.constexpr):
+    """As `activation.activate`."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + gl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    else:
+        return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _hopper_linear_kernel(
     x_desc,
@@ -63,6 +74,7 @@ def _hopper_linear_kernel(
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -133,6 +145,6 @@ def _hopper_linear_kernel(
             up += _bias_of(bias_ptr + N, row, split, N)
     if GATED:
         gate = acc.to(DTYPE).to(gl.float32)
-        silu = (gate / (1.0 + gl.exp(-gate))).to(DTYPE).to(gl.float32)
-        acc = silu * up.to(DTYPE).to(gl.float32)
+        activated = _activate(gate, ACTIVATION).to(DTYPE).to(gl.float32)
+        acc = activated * up.to(DTYPE).to(gl.float32)
     gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)

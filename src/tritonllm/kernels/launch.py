@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.recording import GPU, recorded_gpu, recorded_launches
@@ -135,6 +136,8 @@ def _kind(value: Any) -> Any:
     if type(value) is int:
         return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31)
     if isinstance(value, TensorDescriptor):
+        return value.base.dtype, *value.block_shape
+    if isinstance(value, GluonTensorDescriptor):
         return value.base.dtype, *value.block_shape, id(value.layout)
     return value if value is None else type(value)
 

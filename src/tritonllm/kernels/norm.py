@@ -6,7 +6,8 @@
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 
 Rounding follows Hugging Face: the mean and the division are fp32, the quotient is rounded to the dtype of x, and only
-then multiplied by the weight in that dtype. The sum with the residual is rounded before it is normalised.
+then multiplied by the weight in that dtype. The sum with the residual is rounded before it is normalised. With a unit
+offset (Gemma) the weight is 1 + weight, and the product with the quotient is fp32 and rounded once.
 
 A program normalises ROWS whole rows in one tile: one row of a hidden state, several of a head. The tile depends on the
 row length alone, so another number of rows is another grid and never another kernel.
@@ -36,8 +37,13 @@ def inverse_rms(sum_of_squares, eps, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def scale_and_weigh(x, scale, weight):
-    """x * scale rounded to the dtype of x, then times the weight and rounded again."""
+def scale_and_weigh(x, scale, weight, UNIT_OFFSET: tl.constexpr = False):
+    """x * scale rounded to the dtype of x, then times the weight and rounded again.
+
+    With UNIT_OFFSET x * scale * (1 + weight), rounded once.
+    """
+    if UNIT_OFFSET:
+        return (x.to(tl.float32) * scale * (1.0 + weight.to(tl.float32))).to(x.dtype)
     normed = (x.to(tl.float32) * scale).to(x.dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -55,6 +61,7 @@ def _rms_norm_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -67,7 +74,7 @@ def _rms_norm_kernel(
     # A tile of the shape of x, though every row is the same: a [1, BLOCK] tile would have to change threads.
     weight = tl.load(weight_ptr + row * 0 + column, mask=mask, other=0.0)  # [ROWS, BLOCK]
     squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1, keep_dims=True)  # [ROWS, 1]
-    out = scale_and_weigh(x, inverse_rms(squares, eps, COLUMNS), weight)
+    out = scale_and_weigh(x, inverse_rms(squares, eps, COLUMNS), weight, UNIT_OFFSET)
     tl.store(out_ptr + row * COLUMNS + column, out, mask=mask)
 
 
@@ -86,6 +93,7 @@ def _add_rms_norm_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -103,7 +111,7 @@ def _add_rms_norm_kernel(
     weight = tl.load(weight_ptr + row * 0 + column, mask=mask, other=0.0)  # [ROWS, BLOCK]
     total = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
     squares = tl.sum(total.to(tl.float32) * total.to(tl.float32), axis=1, keep_dims=True)  # [ROWS, 1]
-    out = scale_and_weigh(total, inverse_rms(squares, eps, COLUMNS), weight)
+    out = scale_and_weigh(total, inverse_rms(squares, eps, COLUMNS), weight, UNIT_OFFSET)
     tl.store(residual_ptrs, total, mask=mask)
     tl.store(out_ptr + row * COLUMNS + column, out, mask=mask)
 
@@ -137,7 +145,9 @@ def _check_row(op: str, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtyp
     )
 
 
-def plan_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> Launch:
+def plan_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, unit_offset: bool = False
+) -> Launch:
     """Plan of `rms_norm` for x [..., H] into a contiguous out of the same shape."""
     _check_row("rms_norm", x, weight, x.dtype)
     columns = x.shape[-1]
@@ -156,13 +166,23 @@ def plan_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps:
             "x_inner_stride": view.stride(1),
             "eps": eps,
         },
-        constexprs={"INNER": view.shape[1], **constexprs, "PDL": supports_pdl(x.device)},
+        constexprs={
+            "INNER": view.shape[1],
+            **constexprs,
+            "UNIT_OFFSET": unit_offset,
+            "PDL": supports_pdl(x.device),
+        },
         options={**options, **pdl_options(x.device)},
     )
 
 
 def plan_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    unit_offset: bool = False,
 ) -> Launch:
     """Plan of `add_rms_norm` for x [T, H] or [S, T, H] and residual [T, H] into a contiguous out [T, H]."""
     _check_row("add_rms_norm", x, weight, residual.dtype)
@@ -192,18 +212,24 @@ def plan_add_rms_norm(
             "residual_stride": residual.stride(0),
             "eps": eps,
         },
-        constexprs={"PARTS": x.shape[0] if x.dim() == 3 else 1, **constexprs, "PDL": supports_pdl(x.device)},
+        constexprs={
+            "PARTS": x.shape[0] if x.dim() == 3 else 1,
+            **constexprs,
+            "UNIT_OFFSET": unit_offset,
+            "PDL": supports_pdl(x.device),
+        },
         options={**options, **pdl_options(x.device)},
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """Normalise the last axis of x.
 
     Args:
         x: [..., H], any strides with 1 along the last axis (so also heads [T, heads, D] viewed inside qkv).
         weight: [H], dtype of x.
         eps: added to the mean square.
+        unit_offset: the weight is 1 + weight.
 
     Returns:
         A new contiguous tensor of the shape and dtype of x.
@@ -212,13 +238,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         KernelError: shapes, dtypes or strides do not fit.
     """
     if not runs_kernel(x):
-        return elementwise.rms_norm(x, weight, eps)
+        return elementwise.rms_norm(x, weight, eps, unit_offset)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    plan_rms_norm(x, weight, out, eps).run()
+    plan_rms_norm(x, weight, out, eps, unit_offset).run()
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
     """Add x to the residual stream in place and normalise the sum.
 
     Args:
@@ -226,6 +254,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         residual: [T, H], dtype of x; overwritten by residual + x.
         weight: [H], dtype of residual.
         eps: added to the mean square.
+        unit_offset: the weight is 1 + weight.
 
     Returns:
         The normalised sum [T, H], contiguous.
@@ -234,7 +263,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         KernelError: shapes, dtypes or strides do not fit.
     """
     if not runs_kernel(x):
-        return elementwise.add_rms_norm(x, residual, weight, eps)
+        return elementwise.add_rms_norm(x, residual, weight, eps, unit_offset)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
-    plan_add_rms_norm(x, residual, weight, out, eps).run()
+    plan_add_rms_norm(x, residual, weight, out, eps, unit_offset).run()
     return out

@@ -55,6 +55,24 @@ def online_softmax_step(scores, values, scale_log2, acc, total, peak):
     return acc, total, new_peak
 
 
+@triton.jit
+def cap_scores(scores, scale_log2, SOFTCAP: tl.constexpr):
+    """Raw scores s with `scale * s` squeezed into (-SOFTCAP, SOFTCAP): SOFTCAP * tanh(scale * s / SOFTCAP) / scale.
+
+    They stay raw, so that the softmax behind them is the same with a cap and without. tanh(y) is 1 - 2 / (1 + e^2y),
+    which has its limits where e^2y is 0 or infinite.
+    """
+    power = tl.exp2(scores * (2.0 * scale_log2 / SOFTCAP))
+    return (1.0 - 2.0 / (1.0 + power)) * (SOFTCAP * 1.4426950408889634 / scale_log2)
+
+
+def check_score_options(op: str, scale: float, window: int | None, softcap: float | None) -> None:
+    """The checks of what attention ops do to scores. Raises `KernelError`."""
+    check(scale > 0, op, lambda: f"scale must be positive, got {scale}")
+    check(window is None or window >= 1, op, lambda: f"window must be at least 1 key or None, got {window}")
+    check(softcap is None or softcap > 0, op, lambda: f"softcap must be positive or None, got {softcap}")
+
+
 def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory one program may use on a device; the smallest class where there is no GPU to ask."""
     return gpu_of(device).shared_memory

@@ -28,24 +28,29 @@ def serves_shape(head_dim: int, dtype: torch.dtype, block_size: int, device: tor
     )
 
 
+def is_matrix(x: torch.Tensor) -> bool:
+    """Whether x [..., heads, D] of 16 bits is a matrix: heads side by side, rows at a distance that TMA can step."""
+    strides = x.stride()
+    return strides[-1] == 1 and strides[-2] == x.shape[-1] and strides[-3] % 8 == 0 and x.numel() > 0
+
+
+def is_matrix_of_slots(cache: torch.Tensor) -> bool:
+    """Whether a cache [blocks, block_size, Hk, D] is such a matrix with a row for each slot, counted in 32 bits."""
+    blocks, block_size = cache.shape[:2]
+    return (
+        is_matrix(cache)
+        and cache.stride(0) == block_size * cache.stride(1)
+        and blocks * block_size < 2**31
+        and cache.data_ptr() % 16 == 0
+    )
+
+
 def lies_in_rows(q: torch.Tensor, k_cache: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether each tensor is a matrix of tokens: heads side by side, rows at a fixed distance that TMA can step.
+    """Whether each tensor is a matrix of tokens.
 
     What holds for `k_cache` holds for `v_cache`, whose shape and strides are the same.
     """
-
-    def is_matrix(tensor: torch.Tensor) -> bool:
-        strides = tensor.stride()
-        return strides[-1] == 1 and strides[-2] == tensor.shape[-1] and strides[-3] % 8 == 0 and tensor.numel() > 0
-
-    blocks, block_size = k_cache.shape[:2]
-    return (
-        is_matrix(q)
-        and is_matrix(out)
-        and is_matrix(k_cache)
-        and k_cache.stride(0) == block_size * k_cache.stride(1)
-        and blocks * block_size < 2**31
-    )
+    return is_matrix(q) and is_matrix(out) and is_matrix_of_slots(k_cache)
 
 
 def num_programs(device: torch.device) -> int:

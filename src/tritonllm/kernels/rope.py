@@ -59,6 +59,7 @@ def rotate_heads(
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     """Read one group of a token's heads, normalise them if there is a norm weight, rotate and write them.
 
@@ -85,10 +86,11 @@ def rotate_heads(
         if BLOCK_TAIL > 0:
             squares += tl.sum(tail.to(tl.float32) * tail.to(tl.float32), axis=1, keep_dims=True)
         scale = inverse_rms(squares, eps, HEAD_DIM)
-        first = scale_and_weigh(first, scale, tl.load(norm_ptr + dim, mask=mask, other=0.0))
-        second = scale_and_weigh(second, scale, tl.load(norm_ptr + HALF + dim, mask=mask, other=0.0))
+        first = scale_and_weigh(first, scale, tl.load(norm_ptr + dim, mask=mask, other=0.0), UNIT_OFFSET)
+        second = scale_and_weigh(second, scale, tl.load(norm_ptr + HALF + dim, mask=mask, other=0.0), UNIT_OFFSET)
         if BLOCK_TAIL > 0:
-            tail = scale_and_weigh(tail, scale, tl.load(norm_ptr + tail_dim, mask=tail_mask, other=0.0))
+            weight = tl.load(norm_ptr + tail_dim, mask=tail_mask, other=0.0)
+            tail = scale_and_weigh(tail, scale, weight, UNIT_OFFSET)
 
     first, second = rotate(first, second, cos, sin)
     target_ptrs = target_ptr + head * target_head_stride + dim
@@ -96,6 +98,33 @@ def rotate_heads(
     tl.store(target_ptrs + HALF, second, mask=mask)
     if BLOCK_TAIL > 0:
         tl.store(target_ptr + head * target_head_stride + tail_dim, tail, mask=tail_mask)
+
+
+@triton.jit
+def load_with_partners(row_ptrs, dim, mask, HALF: tl.constexpr):
+    """Elements `dim` of rows, and the elements they are rotated with (behind the rotated part: themselves)."""
+    partner = tl.where(dim < HALF, dim + HALF, tl.where(dim < 2 * HALF, dim - HALF, dim))
+    return tl.load(row_ptrs + dim, mask=mask, other=0.0), tl.load(row_ptrs + partner, mask=mask, other=0.0)
+
+
+@triton.jit
+def norm_and_rotate(
+    x, partners, weight, partner_weight, cos, sin, eps, dim, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """Heads x [rows, BLOCK_D] normalised, if there is a weight, and rotated: the bits of `rotate`."""
+    first = dim < HALF
+    rotated = dim < 2 * HALF
+    if weight is not None:
+        wide, wide_partners = x.to(tl.float32), partners.to(tl.float32)
+        pairs = tl.where(first, wide * wide + wide_partners * wide_partners, 0.0)
+        squares = tl.sum(pairs, axis=1, keep_dims=True)  # [rows, 1]
+        if 2 * HALF < HEAD_DIM:
+            squares += tl.sum(tl.where(rotated, 0.0, wide * wide), axis=1, keep_dims=True)
+        scale = inverse_rms(squares, eps, HEAD_DIM)
+        x = scale_and_weigh(x, scale, weight)
+        partners = scale_and_weigh(partners, scale, partner_weight)
+    turned = tl.fma(x.to(tl.float32), cos, partners.to(tl.float32) * tl.where(first, -sin, sin))
+    return tl.where(rotated, turned.to(x.dtype), x)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
@@ -125,12 +154,12 @@ def _apply_rope_kernel(
     if group < Q_GROUPS:
         rotate_heads(
             q_ptr, q_head_stride, q_ptr, q_head_stride, cos_sin_ptr, None, 0.0, group,
-            NUM_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, 0,
+            NUM_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, 0, False,
         )  # fmt: skip
     else:
         rotate_heads(
             k_ptr, k_head_stride, k_ptr, k_head_stride, cos_sin_ptr, None, 0.0, group - Q_GROUPS,
-            NUM_KV_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, 0,
+            NUM_KV_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, 0, False,
         )  # fmt: skip
 
 

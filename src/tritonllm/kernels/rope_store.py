@@ -1,7 +1,7 @@
 """What lies between the QKV projection and attention, in one pass: per-head norm, rotation, and the cache write.
 
     q, k, v = heads of qkv [T, (Hq + 2 Hk) * D]
-    q, k    = rms_norm(q), rms_norm(k)      only with norm weights [D] (Qwen3)
+    q, k    = rms_norm(q), rms_norm(k)      only with norm weights [D] (Qwen3), or 1 + these (Gemma 3)
     q, k    = rope(q), rope(k)
     k_cache[slot], v_cache[slot] = k, v     where slot_mapping[t] = slot is not -1
     returns q [T, Hq, D]
@@ -56,6 +56,7 @@ def _rope_store_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_after_previous(PDL)
@@ -72,14 +73,14 @@ def _rope_store_kernel(
     if group < Q_GROUPS:
         rotate_heads(
             q_ptr, HEAD_DIM, q_out_ptr + token * NUM_HEADS * HEAD_DIM, HEAD_DIM, cos_sin_ptr, q_norm_ptr, eps, group,
-            NUM_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, BLOCK_TAIL,
+            NUM_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, BLOCK_TAIL, UNIT_OFFSET,
         )  # fmt: skip
     elif slot >= 0:
         if group < Q_GROUPS + KV_GROUPS:
             k_cache_ptr += slot_offset(slot, k_cache_block_stride, k_cache_token_stride, BLOCK_SIZE)
             rotate_heads(
                 k_ptr, HEAD_DIM, k_cache_ptr, k_cache_head_stride, cos_sin_ptr, k_norm_ptr, eps, group - Q_GROUPS,
-                NUM_KV_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, BLOCK_TAIL,
+                NUM_KV_HEADS, HEAD_DIM, HALF, HEADS, BLOCK_HALF, BLOCK_TAIL, UNIT_OFFSET,
             )  # fmt: skip
         else:
             v_cache_ptr += slot_offset(slot, v_cache_block_stride, v_cache_token_stride, BLOCK_SIZE)
@@ -111,6 +112,7 @@ def plan_rope_store_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
 ) -> Launch:
     """Plan of `rope_store_kv` into a contiguous q_out [T, Hq, D]."""
     op = "rope_store_kv"
@@ -169,6 +171,7 @@ def plan_rope_store_kv(
             "HALF": half,
             **tile,
             **_copied_tile(head_dim, half),
+            "UNIT_OFFSET": unit_offset,
             "PDL": supports_pdl(qkv.device),
         },
         options={**options, **pdl_options(qkv.device)},
@@ -187,6 +190,7 @@ def rope_store_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate q and k, write k and v into their slots, and return q.
 
@@ -199,6 +203,7 @@ def rope_store_kv(
         num_heads: Hq.
         q_norm, k_norm: weights [D] of the per-head RMSNorm, both or neither.
         eps: of the norm.
+        unit_offset: the norm's weights are 1 + q_norm and 1 + k_norm.
 
     Returns:
         q [T, Hq, D], contiguous.
@@ -208,10 +213,12 @@ def rope_store_kv(
     """
     if not runs_kernel(qkv):
         return elementwise.rope_store_kv(
-            qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
-        )
+            qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, num_heads,
+            q_norm=q_norm, k_norm=k_norm, eps=eps, unit_offset=unit_offset,
+        )  # fmt: skip
     q_out = torch.empty(qkv.shape[0], num_heads, k_cache.shape[-1], dtype=qkv.dtype, device=qkv.device)
     plan_rope_store_kv(
-        qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, q_out, q_norm=q_norm, k_norm=k_norm, eps=eps
-    ).run()
+        qkv, cos_sin, positions, k_cache, v_cache, slot_mapping, q_out,
+        q_norm=q_norm, k_norm=k_norm, eps=eps, unit_offset=unit_offset,
+    ).run()  # fmt: skip
     return q_out

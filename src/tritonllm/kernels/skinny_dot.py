@@ -49,6 +49,7 @@ def _load_bias(pointer, first_row, N, BLOCK_N: tl.constexpr):
 def _store_outputs(
     acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a tile, finish its outputs and write them."""
     if SPLIT > 1:
@@ -57,7 +58,7 @@ def _store_outputs(
         product, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
     else:
         product, up = acc, None
-    y = finish(product, up, bias, up_bias, residual, out_ptr.dtype.element_ty, GATED)
+    y = finish(product, up, bias, up_bias, residual, out_ptr.dtype.element_ty, GATED, ACTIVATION)
     row, token = first_row + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
     tl.store(out_ptr + token.to(tl.int64) * out_stride + row, y, mask=(row < N) & (token < num_tokens))
 
@@ -82,6 +83,7 @@ def _one_shot_kernel(
     BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All of K in one step: K <= SPLIT * BLOCK_K, SPLIT >= 2."""
@@ -120,7 +122,7 @@ def _one_shot_kernel(
     acc = tl.dot(weight, x, input_precision="ieee")  # [SPLIT, ROWS, BLOCK_M]
     _store_outputs(
         acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
-        BLOCK_N, BLOCK_M, SPLIT, GATED,
+        BLOCK_N, BLOCK_M, SPLIT, GATED, ACTIVATION,
     )  # fmt: skip
 
 
@@ -146,6 +148,7 @@ def _looped_kernel(
     STATISTICS_K: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Any K, in steps of SPLIT * BLOCK_K through shared memory. Its loads of the weight come after the wait."""
@@ -189,5 +192,5 @@ def _looped_kernel(
         acc = tl.dot(weight, x, acc, input_precision="ieee")
     _store_outputs(
         acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
-        BLOCK_N, BLOCK_M, SPLIT, GATED,
+        BLOCK_N, BLOCK_M, SPLIT, GATED, ACTIVATION,
     )  # fmt: skip

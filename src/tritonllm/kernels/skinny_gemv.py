@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.activation import silu
+from tritonllm.kernels.activation import activate
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
 from tritonllm.kernels.norm import inverse_rms, scale_and_weigh
 
@@ -32,7 +32,8 @@ def load_weight(pointers, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def finish(product, up, bias, up_bias, residual, DTYPE: tl.constexpr, GATED: tl.constexpr):
+def finish(product, up, bias, up_bias, residual, DTYPE: tl.constexpr, GATED: tl.constexpr,
+           ACTIVATION: tl.constexpr):  # fmt: skip
     """fp32 sums to outputs, with the roundings of the separate ops; bias and residual may be None."""
     if bias is not None:
         product += bias.to(tl.float32)
@@ -40,7 +41,7 @@ def finish(product, up, bias, up_bias, residual, DTYPE: tl.constexpr, GATED: tl.
     if GATED:
         if bias is not None:
             up += up_bias.to(tl.float32)
-        activated = silu(y.to(tl.float32)).to(DTYPE).to(tl.float32)
+        activated = activate(y.to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
         y = (activated * up.to(DTYPE).to(tl.float32)).to(DTYPE)
     if residual is not None:
         y = (y.to(tl.float32) + residual.to(tl.float32)).to(DTYPE)
@@ -63,6 +64,7 @@ def _gemv_kernel(
     TILES: tl.constexpr,
     X_ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -138,5 +140,5 @@ def _gemv_kernel(
                 up_bias = up_biases[tile]
         if residual_ptr is not None:
             residual = residuals[tile]
-        y = finish(product, up, bias, up_bias, residual, out_ptr.dtype.element_ty, GATED)
+        y = finish(product, up, bias, up_bias, residual, out_ptr.dtype.element_ty, GATED, ACTIVATION)
         tl.store(out_ptr + row + cell, y, mask=(row < N) & (cell == 0))

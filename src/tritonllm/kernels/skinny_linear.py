@@ -1,13 +1,13 @@
 """Linear layers of a decode step: few tokens, so the time is that of reading the weight once.
 
     y = f(x) W^T + b,  f(x) = x or rms_norm(x) * norm_weight
-    gated: W stacks gate and up rows, y = silu(gate) * up
+    gated: W stacks gate and up rows, y = act(gate) * up
     out = y + residual
 
 Layouts: x [M, K] with 1 <= M <= 16, W [N, K] ([2 N, K] if gated), b one element a row of W, residual and out [M, N].
 
 Rounding follows Hugging Face's separate ops: the norm is fp32 and rounded before its weight multiplies it, products are
-summed in fp32 and rounded after the bias, silu is fp32 and rounded, and so is each product and sum after it. So fused
+summed in fp32 and rounded after the bias, act is fp32 and rounded, and so is each product and sum after it. So fused
 and separate ops differ only by the order of the long sum.
 
 Three forms (`skinny_table` says which runs where); none splits a sum over programs, so results do not depend on timing.
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tritonllm.kernels.activation import check_activation
 from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.reference import linear
@@ -96,6 +97,7 @@ def plan_skinny_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     pdl: bool | None = None,
     shared_memory: int | None = None,
     tuning: Tuning | None = None,
@@ -107,6 +109,7 @@ def plan_skinny_linear(
     to what `skinny_table` says by them.
     """
     _check_shapes(x, weight, out, bias, norm_weight, residual, gated)
+    check_activation("skinny_linear", activation)
     tokens, columns = x.shape
     pdl = supports_pdl(x.device) if pdl is None else pdl
     limit = shared_memory_limit(x.device) if shared_memory is None else shared_memory
@@ -157,7 +160,7 @@ def plan_skinny_linear(
         kernel=kernel,
         grid=(cdiv(out.shape[1], form.block_n * form.tiles),),
         args=args | {"eps": eps},
-        constexprs=constexprs | {"GATED": gated, "PDL": pdl},
+        constexprs=constexprs | {"GATED": gated, "ACTIVATION": activation, "PDL": pdl},
         options=options | {"launch_pdl": True} if pdl else options,
     )
 
@@ -171,6 +174,7 @@ def skinny_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A linear layer for at most 16 tokens, with the norm before it and the add after it.
@@ -184,7 +188,8 @@ def skinny_linear(
         bias: one element a row of weight.
         norm_weight: [K]; x is normalised with it and `eps` first.
         residual: [M, N], added last; rows may be strided.
-        gated: the result is silu(gate) * up.
+        gated: the result is act(gate) * up.
+        activation: act, one of `activation.ACTIVATIONS`; without effect where it is not gated.
         out: [M, N], where to write; may be `residual` itself (each program reads the elements that it writes, and no
             others), must not overlap x.
 
@@ -197,11 +202,13 @@ def skinny_linear(
     """
     if not runs_kernel(x):
         return linear.skinny_linear(
-            x, weight, bias=bias, norm_weight=norm_weight, eps=eps, residual=residual, gated=gated, out=out
-        )
+            x, weight, bias=bias, norm_weight=norm_weight, eps=eps, residual=residual, gated=gated,
+            activation=activation, out=out,
+        )  # fmt: skip
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0] // (2 if gated else 1), dtype=x.dtype, device=x.device)
     plan_skinny_linear(
-        x, weight, out, bias=bias, norm_weight=norm_weight, eps=eps, residual=residual, gated=gated
-    ).run()
+        x, weight, out, bias=bias, norm_weight=norm_weight, eps=eps, residual=residual, gated=gated,
+        activation=activation,
+    ).run()  # fmt: skip
     return out

@@ -1,6 +1,7 @@
 """What both decode attentions share: the walk of one program over its key tiles, and the merge of all programs.
 
 The keys of a (sequence, KV head) are dealt out in tiles: program `split` of `used` takes tiles split, split + used, ...
+of those that hold a key the query sees: with a window, what lies before it is never read and costs nothing.
 Each leaves an unnormalised output, the total of its weights and their peak; the last program to finish merges them in
 split order, so the result does not depend on which one that is, and zeroes the counter for the next call.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.paged_attention import key_offsets, load_block_ids, online_softmax_step
+from tritonllm.kernels.paged_attention import cap_scores, key_offsets, load_block_ids, online_softmax_step
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def load_tile(
     v_ptrs,
     block_ids,
     start,
+    first_key,
     num_keys,
     cache_block_stride,
     cache_token_stride,
@@ -37,12 +39,15 @@ def load_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Keys and values [BLOCK_N, BLOCK_D] of the tile at `start`, and which of them exist [BLOCK_N].
+    """Keys and values [BLOCK_N, BLOCK_D] of the tile at `start`, and which of them are seen [BLOCK_N].
 
-    Cache rows from `num_keys` on may hold NaN, which a weight of zero would not cancel: they load as 0.
+    Those from `first_key` (None: from the start) to `num_keys` - 1. Other cache rows may hold NaN, which a weight of
+    zero would not cancel: they load as 0.
     """
     offsets = key_offsets(block_ids, start, cache_block_stride, cache_token_stride, BLOCK_SIZE, BLOCK_N)
     key_mask = start + tl.arange(0, BLOCK_N) < num_keys
+    if first_key is not None:
+        key_mask = key_mask & (start + tl.arange(0, BLOCK_N) >= first_key)
     mask = key_mask[:, None]
     if HEAD_DIM != BLOCK_D:
         mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
@@ -52,9 +57,11 @@ def load_tile(
 
 
 @triton.jit
-def attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak):
+def attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak, SOFTCAP: tl.constexpr):
     """Fold one tile of keys into the running output [BLOCK_G, BLOCK_D], total and peak [BLOCK_G]."""
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+    if SOFTCAP is not None:
+        scores = cap_scores(scores, scale_log2, SOFTCAP)
     scores = tl.where(key_mask[None, :], scores, float("-inf"))
     return online_softmax_step(scores, values, scale_log2, acc, total, peak)
 
@@ -67,8 +74,9 @@ def attend_tiles(
     table_row_ptr,
     block_ids,
     first_tile,
-    num_tiles,
+    end_tile,
     step,
+    first_key,
     num_keys,
     scale_log2,
     cache_block_stride,
@@ -80,17 +88,18 @@ def attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """Fold every `step`-th tile from `first_tile` on, whose `block_ids` the caller has loaded."""
+    """Fold every `step`-th tile from `first_tile` to `end_tile`; the caller has loaded the first one's `block_ids`."""
     # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
-    for tile in tl.range(first_tile, num_tiles, step):
+    for tile in tl.range(first_tile, end_tile, step):
         start = tile * BLOCK_N
         keys, values, key_mask = load_tile(
-            k_ptrs, v_ptrs, block_ids, start, num_keys, cache_block_stride, cache_token_stride,
+            k_ptrs, v_ptrs, block_ids, start, first_key, num_keys, cache_block_stride, cache_token_stride,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         block_ids = load_block_ids(table_row_ptr, start + step * BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
-        acc, total, peak = attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak)
+        acc, total, peak = attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak, SOFTCAP)
     return acc, total, peak
 
 

@@ -68,6 +68,47 @@ BUILTIN_SPECS: tuple[ModelSpec, ...] = (
             "Mistral-7B-Instruct-v0.3",
         ),
     ),
+    ModelSpec(
+        name="gemma2",
+        model="tritonllm.models.gemma2:Gemma2ForCausalLM",
+        config="tritonllm.config:gemma2_config",
+        architectures=("Gemma2ForCausalLM",),
+        checkpoints=_names("gemma-2-{}", "2b 9b 27b", "-it"),
+    ),
+    ModelSpec(
+        name="gemma3",
+        model="tritonllm.models.gemma3:Gemma3ForCausalLM",
+        config="tritonllm.config:gemma3_config",
+        architectures=("Gemma3ForCausalLM",),
+        checkpoints=("gemma-3-270m", "gemma-3-270m-it", "gemma-3-1b-pt", "gemma-3-1b-it"),
+    ),
+    ModelSpec(
+        name="phi3",
+        model="tritonllm.models.phi3:Phi3ForCausalLM",
+        config="tritonllm.config:phi3_config",
+        architectures=("Phi3ForCausalLM",),
+        checkpoints=(
+            *_names("Phi-3-mini-{}-instruct", "4k 128k"),
+            *_names("Phi-3-medium-{}-instruct", "4k 128k"),
+            "Phi-3.5-mini-instruct",
+            "phi-4",
+            "Phi-4-mini-instruct",
+            "Phi-4-mini-reasoning",
+            "Phi-4-reasoning",
+            "Phi-4-reasoning-plus",
+        ),
+    ),
+    ModelSpec(
+        name="olmo2",
+        model="tritonllm.models.olmo2:Olmo2ForCausalLM",
+        config="tritonllm.config:olmo2_config",
+        architectures=("Olmo2ForCausalLM",),
+        checkpoints=(
+            *_names("OLMo-2-0425-{}", "1B", "-Instruct"),
+            *_names("OLMo-2-1124-{}", "7B 13B", "-Instruct"),
+            *_names("OLMo-2-0325-{}", "32B", "-Instruct"),
+        ),
+    ),
 )
 
 

@@ -4,7 +4,8 @@ A step has up to two segments, prefill chunks and decode rows, and each runs the
 Both read keys and values through the block table, after the store kernel has written the new ones.
 
 A layer asks three things of its metadata: `slot_mapping`, where new keys and values go; `attend`; and `wanted`, which
-picks the rows that the layer's work after attention is for. `attend` gives back the same ones.
+picks the rows that the layer's work after attention is for. `attend` gives back the same ones; its `scale`, `window`
+and `softcap` are those of the attention ops.
 """
 
 from __future__ import annotations
@@ -41,11 +42,22 @@ class LastTokensMetadata:
     context_lens: torch.Tensor
     workspace: DecodeWorkspace
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
         """Attention `[N, heads, head_dim]` of the wanted tokens among q `[T, heads, head_dim]`."""
         # Looked up here and not where the metadata is made: a captured graph has to do it at every replay.
         tables = self.block_tables.index_select(0, self.sequences)
-        return decode_attention(self.wanted(q), k_cache, v_cache, tables, self.context_lens, scale, self.workspace)
+        return decode_attention(
+            self.wanted(q), k_cache, v_cache, tables, self.context_lens, scale, self.workspace,
+            window=window, softcap=softcap,
+        )  # fmt: skip
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
         """The rows `[N, ...]` of x `[T, ...]` that belong to the wanted tokens, in memory of their own."""
@@ -74,7 +86,15 @@ class PrefillMetadata:
     tile_rows: int
     last: LastTokensMetadata | None = None
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
         """Causal attention of q `[T, heads, head_dim]`; the same shape comes back."""
         return prefill_attention(
             q,
@@ -86,6 +106,8 @@ class PrefillMetadata:
             self.tiles,
             self.tile_rows,
             scale,
+            window=window,
+            softcap=softcap,
         )
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,10 +137,20 @@ class DecodeMetadata:
     path: DecodePath = DecodePath.SEPARATE
     fused_sums: bool = False
 
-    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
         """Attention of q `[B, heads, head_dim]` over each row's context; the same shape comes back."""
         lens, order = self.context_lens, self.order
-        return decode_attention(q, k_cache, v_cache, self.block_tables, lens, scale, self.workspace, order)
+        return decode_attention(
+            q, k_cache, v_cache, self.block_tables, lens, scale, self.workspace, order, window=window, softcap=softcap
+        )
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
         """x itself: every row goes on."""

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that most checkpoints share: embed, n pre-norm layers, norm, LM head."""
+"""The decoder-only transformer that most checkpoints share: embed, n layers, norm, LM head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tritonllm.config import ModelConfig
+from tritonllm.config import ModelConfig, RopeConfig
 from tritonllm.models.decode_path import DecodePath, decode_path
 from tritonllm.models.layers import (
     Attention,
@@ -19,6 +19,7 @@ from tritonllm.models.layers import (
     LayerCache,
     LMHead,
     PrefillMetadata,
+    QKNorm,
     RMSNorm,
     RotaryEmbedding,
     TPGroup,
@@ -30,17 +31,32 @@ class DecoderLayer(nn.Module):
     """Norm, attention, add, norm, MLP, add. Each add is fused into the norm that follows it.
 
     Submodules are named as in the checkpoint.
+
+    Args:
+        config: of this layer, see `ModelConfig.of_layer`.
+        rotary: the angles of this layer.
+        tp: the ranks that the layer is split over.
+
+    Attributes:
+        qk_norm: norms of queries and keys, as in `Attention`.
+        stacked: the checkpoint holds `qkv_proj` and `gate_up_proj`, each in one tensor.
+        norms: names of the RMSNorms over the hidden size.
     """
 
-    qk_norm: ClassVar[bool] = False
+    qk_norm: ClassVar[QKNorm] = False
+    stacked: ClassVar[bool] = False
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, tp: TPGroup) -> None:
         super().__init__()
         self.tp = tp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, rotary, tp, qk_norm=self.qk_norm)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, tp)
+        self.self_attn = Attention(config, rotary, tp, qk_norm=self.qk_norm, stacked=self.stacked)
+        self.mlp = GatedMLP(config, tp, stacked=self.stacked)
+        for name in self.norms:
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset))
 
     def forward(
         self,
@@ -94,20 +110,75 @@ class DecoderLayer(nn.Module):
         return self.mlp.term_step(hidden, attn.path), residual
 
 
+class SandwichNormLayer(DecoderLayer):
+    """A decoder layer with a norm before and a norm behind attention, and the same around the MLP (Gemma 2)."""
+
+    norms = (*DecoderLayer.norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        attn: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As of `DecoderLayer`; `attn.path` is always SEPARATE."""
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden = self.input_layernorm(hidden, residual)
+        hidden = self.post_attention_layernorm(self.self_attn(hidden, positions, cache, attn))
+        stream = attn.wanted(residual)
+        hidden = self.mlp(self.pre_feedforward_layernorm(hidden, stream))
+        return self.post_feedforward_layernorm(hidden), stream
+
+
+class PostNormLayer(DecoderLayer):
+    """A decoder layer with norms behind attention and MLP alone, before what they give is added (OLMo 2)."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    post_feedforward_layernorm: RMSNorm
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        attn: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As of `DecoderLayer`; `attn.path` is always SEPARATE."""
+        stream = hidden if residual is None else residual.add_(hidden)
+        attended = self.post_attention_layernorm(self.self_attn(stream, positions, cache, attn))
+        stream = attn.wanted(stream).add_(attended)
+        return self.post_feedforward_layernorm(self.mlp(stream)), stream
+
+
 def _is_of_the_kit(layer: nn.Module) -> bool:
     """Whether a layer and its attention go by the kit's own methods: others need not know of paths or wanted tokens."""
     return (
         isinstance(layer, DecoderLayer)
-        and type(layer).forward is DecoderLayer.forward
+        and type(layer).forward in (DecoderLayer.forward, SandwichNormLayer.forward, PostNormLayer.forward)
         and type(layer.self_attn).forward is Attention.forward
     )
 
 
 def _may_fuse(layer: nn.Module) -> bool:
-    """Whether a layer may take another path than SEPARATE, and fuse its sums: nothing of the kit is replaced."""
+    """Whether a layer may take another path than SEPARATE, and fuse its sums: pre-norm, nothing of the kit replaced.
+
+    The fused kernels know windows, softcaps and every activation, but only norms by the weight itself.
+    """
     return (
         isinstance(layer, DecoderLayer)
         and _is_of_the_kit(layer)
+        and type(layer).forward is DecoderLayer.forward
+        and not layer.self_attn.unit_offset
+        and not layer.self_attn.joint_norm
         and type(layer.mlp).forward is GatedMLP.forward
         and type(layer.input_layernorm) is type(layer.post_attention_layernorm) is RMSNorm
     )
@@ -124,10 +195,14 @@ class DecoderModel(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TPGroup, layer_class: type[DecoderLayer]) -> None:
         super().__init__()
-        rotary = RotaryEmbedding(config.rope, config.max_position)
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.layers = nn.ModuleList(layer_class(config, rotary, tp) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        rotary: dict[RopeConfig, RotaryEmbedding] = {}
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp, config.embedding_multiplier)
+        self.layers = nn.ModuleList()
+        for own in map(config.of_layer, range(config.num_layers)):
+            if own.rope not in rotary:
+                rotary[own.rope] = RotaryEmbedding(own.rope, config.max_position)
+            self.layers.append(layer_class(own, rotary[own.rope], tp))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
         self.tp = tp
         self.in_features = (
             config.hidden_size,
@@ -178,7 +253,7 @@ class DecoderLM(nn.Module):
         # A subclass with a forward of its own may go on with every token.
         self.model.select_tokens = type(self).forward is DecoderLM.forward
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, weight=tied)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tp, weight=tied, softcap=config.logit_softcap)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache, attn: AttentionMetadata

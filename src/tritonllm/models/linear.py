@@ -11,7 +11,13 @@ from torch import nn
 
 from tritonllm.errors import CheckpointError
 from tritonllm.models.parameters import CheckpointTensor
-from tritonllm.models.tensor_parallel import TPGroup, vocab_shard
+from tritonllm.models.tensor_parallel import TPGroup
+
+
+def check_shape(source: torch.Tensor, expected: Sequence[int], what: str) -> None:
+    """Raise `CheckpointError` unless a whole checkpoint tensor has the shape that the configuration promises."""
+    if tuple(source.shape) != tuple(expected):
+        raise CheckpointError(f"{what} has shape {list(source.shape)}, the configuration asks for {list(expected)}")
 
 
 def copy_checked(target: torch.Tensor, source: torch.Tensor, expected: Sequence[int], what: str, part: slice) -> None:
@@ -20,8 +26,7 @@ def copy_checked(target: torch.Tensor, source: torch.Tensor, expected: Sequence[
     Raises:
         CheckpointError: `source` does not have the shape that the configuration promises.
     """
-    if tuple(source.shape) != tuple(expected):
-        raise CheckpointError(f"{what} has shape {list(source.shape)}, the configuration asks for {list(expected)}")
+    check_shape(source, expected, what)
     with torch.no_grad():
         target.copy_(source[part])
 
@@ -47,10 +52,17 @@ class ColumnLinear(nn.Module):
     """`y = x W^T + b` with the output rows split over the ranks; several checkpoint tensors may be stacked in W.
 
     Shapes: x `[..., in_features]`, result `[..., sum of this rank's rows]`.
+
+    Args:
+        in_features: columns of W.
+        parts: what is stacked in W.
+        bias: whether there is one.
+        stacked: the checkpoint has all parts in one tensor, in their order, named as this layer is.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool, stacked: bool = False) -> None:
         super().__init__()
+        self.stacked = stacked
         self.in_features = in_features
         self.parts = tuple(parts)
         rows = sum(part.length for part in parts)
@@ -61,12 +73,27 @@ class ColumnLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
+        if self.stacked:
+            rows = sum(part.rows for part in self.parts)
+            yield CheckpointTensor("weight", None, (rows, self.in_features))
+            if self.bias is not None:
+                yield CheckpointTensor("bias", None, (rows,))
+            return
         for part in self.parts:
             yield CheckpointTensor("weight", part.slot, (part.rows, self.in_features))
             if self.bias is not None:
                 yield CheckpointTensor("bias", part.slot, (part.rows,))
 
     def load_tensor(self, leaf: str, slot: str | None, tensor: torch.Tensor) -> None:
+        if self.stacked:
+            rows = [part.rows for part in self.parts]
+            check_shape(tensor, (sum(rows), self.in_features) if leaf == "weight" else (sum(rows),), leaf)
+            for part, piece in zip(self.parts, tensor.split(rows), strict=True):
+                self._load_part(leaf, part.slot, piece)
+        else:
+            self._load_part(leaf, slot, tensor)
+
+    def _load_part(self, leaf: str, slot: str | None, tensor: torch.Tensor) -> None:
         offset = 0
         for part in self.parts:
             if part.slot == slot:
@@ -81,11 +108,18 @@ class ColumnLinear(nn.Module):
 class QKVLinear(ColumnLinear):
     """The three attention projections as one matrix product; slots `q`, `k`, `v`.
 
-    Key and value heads are replicated when there are fewer of them than ranks.
+    Key and value heads are replicated when there are fewer of them than ranks. `stacked` as in `ColumnLinear`.
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, tp: TPGroup
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        tp: TPGroup,
+        stacked: bool = False,
     ) -> None:
         start, length = tp.split(num_heads, "num_heads")
         kv_start, kv_length = tp.split_kv_heads(num_kv_heads)
@@ -93,15 +127,21 @@ class QKVLinear(ColumnLinear):
         key, value = (
             Part(slot, num_kv_heads * head_dim, kv_start * head_dim, kv_length * head_dim) for slot in ("k", "v")
         )
-        super().__init__(hidden_size, (query, key, value), bias)
+        super().__init__(hidden_size, (query, key, value), bias, stacked)
 
 
 class GateUpLinear(ColumnLinear):
-    """The gate and up projections of a gated MLP as one matrix product; slots `gate`, `up`."""
+    """The gate and up projections of a gated MLP as one matrix product; slots `gate`, `up`.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, tp: TPGroup) -> None:
+    `stacked` as in `ColumnLinear`.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, tp: TPGroup, stacked: bool = False
+    ) -> None:
         start, length = tp.split(intermediate_size, "intermediate_size")
-        super().__init__(hidden_size, [Part(slot, intermediate_size, start, length) for slot in ("gate", "up")], bias)
+        parts = [Part(slot, intermediate_size, start, length) for slot in ("gate", "up")]
+        super().__init__(hidden_size, parts, bias, stacked)
 
 
 class RowLinear(nn.Module):
@@ -143,30 +183,3 @@ class RowLinear(nn.Module):
             return
         columns = slice(self.start, self.start + length)
         copy_checked(self.weight.T, tensor.T, (self.in_features, out_features), leaf, columns)
-
-
-class VocabMatrix(nn.Module):
-    """A `[vocab_size, hidden_size]` matrix split by rows over the ranks; padding rows are zero.
-
-    Attributes:
-        start: first token of this rank.
-        num_held: tokens of this rank, the first rows of its weight.
-    """
-
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, weight: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.tp = tp
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.start, length = vocab_shard(vocab_size, tp)
-        self.num_held = max(0, min(length, vocab_size - self.start))  # the rest is padding
-        self.tied = weight is not None
-        self.weight = weight if weight is not None else nn.Parameter(torch.zeros(length, hidden_size), False)
-
-    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        if not self.tied:
-            yield CheckpointTensor("weight", None, (self.vocab_size, self.hidden_size))
-
-    def load_tensor(self, leaf: str, slot: str | None, tensor: torch.Tensor) -> None:
-        rows = slice(self.start, self.start + self.num_held)
-        copy_checked(self.weight[: self.num_held], tensor, (self.vocab_size, self.hidden_size), leaf, rows)

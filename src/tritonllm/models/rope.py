@@ -26,18 +26,18 @@ def rope_table(rope: RopeConfig, max_position: int, device: torch.device | str) 
     Raises:
         ConfigError: more positions than one table can serve (dynamic RoPE beyond its original length).
     """
-    if rope.max_length is not None and max_position > rope.max_length:
+    if rope.rope_type == "dynamic" and max_position > rope.original_max_position:
         raise ConfigError(
-            f"max_position={max_position} is above the {rope.max_length} positions that one table of "
+            f"max_position={max_position} is above the {rope.original_max_position} positions that one table of "
             f"rope_type={rope.rope_type!r} serves: lower it to that."
         )
     positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-    angles = positions[:, None] * inverse_frequencies(rope)
+    angles = positions[:, None] * inverse_frequencies(rope, max_position)
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * rope.magnitude).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
-    """Radians per position, float32 `[rotary_dim / 2]` on the CPU."""
+def inverse_frequencies(rope: RopeConfig, max_position: int = 1) -> torch.Tensor:
+    """Radians per position of a table of `max_position` positions, float32 `[rotary_dim / 2]` on the CPU."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu") / rope.rotary_dim
     wavelengths = rope.theta**exponents  # in units of 2 pi positions
     if rope.rope_type == "linear":
@@ -46,6 +46,9 @@ def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
         return _llama3(rope, 1.0 / wavelengths)
     if rope.rope_type == "yarn":
         return _yarn(rope, wavelengths)
+    if rope.rope_type == "longrope":
+        divisors = rope.long_factor if max_position > rope.original_max_position else rope.short_factor
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * wavelengths)
     return 1.0 / wavelengths
 
 

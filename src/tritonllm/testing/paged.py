@@ -153,7 +153,24 @@ class PagedCase:
         )
 
 
-def dense_attention(batch: PagedBatch, scale: float) -> torch.Tensor:
+def poison_unseen(batch: PagedBatch, window: int) -> PagedBatch:
+    """The batch with poison in place of every key and value that no query sees through a window of so many keys.
+
+    Table entries of blocks without a key that is seen are poison as well. Caches and tables are those of the batch.
+    """
+    block_size = batch.k_cache.shape[1]
+    for row, (new, context) in enumerate(zip(batch.query_lens, batch.contexts, strict=True)):
+        unseen = torch.arange(max(context - new + 1 - window, 0) if new else context)
+        blocks = batch.block_tables[row].long().cpu()[unseen // block_size]
+        for cache in (batch.k_cache, batch.v_cache):
+            cache[blocks, unseen % block_size] = float("nan")
+        batch.block_tables[row, : len(unseen) // block_size] = _GARBAGE_IDS[row % 2]
+    return batch
+
+
+def dense_attention(
+    batch: PagedBatch, scale: float, window: int | None = None, softcap: float | None = None
+) -> torch.Tensor:
     """The same attention in float64 from the dense keys: no cache, no table, every head on its own."""
     out = []
     queries = batch.q.double().cpu().split(batch.query_lens)
@@ -163,6 +180,9 @@ def dense_attention(batch: PagedBatch, scale: float) -> torch.Tensor:
         values = values.double().cpu().repeat_interleave(group, 1)
         positions = torch.arange(context - len(query), context)
         scores = torch.einsum("qhd,nhd->hqn", query, keys) * scale
-        scores = scores.masked_fill(torch.arange(context) > positions[:, None], float("-inf"))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distances = positions[:, None] - torch.arange(context)
+        scores = scores.masked_fill((distances < 0) | (distances >= (window or context)), float("-inf"))
         out.append(torch.einsum("hqn,nhd->qhd", scores.softmax(-1), values))
     return torch.cat(out)

@@ -39,6 +39,12 @@ ROPE_RULES: dict[str, dict[str, Any] | None] = {
 }
 """`rope_scaling` of a config.json; the original lengths are short, so that short prompts already leave them."""
 
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+}
+"""Of families that are never without a window: it is in the first of two layers, and short prompts outgrow it."""
+
 _LOGIT_SIZE = 4.0
 
 
@@ -46,7 +52,7 @@ def tiny_hf_config(family: str, *, heads: str = "4/2x32", rope: str = "default",
     """A transformers config of two layers and 512 ids, whose hidden size is not the size of its heads taken together.
 
     Args:
-        family: model type as transformers names it: "llama", "qwen2", "qwen3", "mistral", or another.
+        family: model type as transformers names it: "llama", "qwen3", "gemma2", or another.
         heads: one of `HEAD_SHAPES`.
         rope: one of `ROPE_RULES`.
         overrides: fields of the config that shall differ.
@@ -71,6 +77,7 @@ def tiny_hf_config(family: str, *, heads: str = "4/2x32", rope: str = "default",
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": None,
+        **_FAMILY_FIELDS.get(family, {}),
     }
     return AutoConfig.for_model(family, **{**fields, **overrides})
 

@@ -30,6 +30,9 @@ BOUNDS = {
     "silu_and_mul": Bound(
         3, 0, 96, 0, "exp(x) on a GPU is 2^(x log2 e), whose rounded argument costs up to |x| <= 88 half ULP in fp32"
     ),
+    "gelu_and_mul": Bound(
+        3, 1, 256, 16, "1 + erf of a negative gate is a small difference; of tanh as silu, whose argument is a cubic"
+    ),
     "apply_rope": Bound(1, 1, 4, 8, "a difference of products, fused into a multiply-add in the kernel alone"),
     "rope_store_kv": Bound(4, 8, 32, 32, "a norm (3 ULP) of values up to about 4, then a rotation that may cancel"),
     "prefill_attention": Bound(4, 4, 64, 64, "probabilities are rounded to the operand type before the second product"),

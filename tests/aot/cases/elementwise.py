@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from harness import Case, meta
 
-from tritonllm.kernels.activation import plan_silu_and_mul
+from tritonllm.kernels.activation import plan_gelu_and_mul, plan_silu_and_mul
 from tritonllm.kernels.decode_rows import HEADER, plan_advance_rows, plan_load_rows
 from tritonllm.kernels.kv_store import plan_store_kv
 from tritonllm.kernels.launch import Launch
@@ -31,6 +31,7 @@ class _Heads:
     head_dim: int
     rotary_dim: int
     qk_norm: bool = False
+    unit_offset: bool = False
 
 
 def _int32(*shape: int) -> torch.Tensor:
@@ -51,7 +52,9 @@ def _attention_ends(shape: _Heads) -> list[Launch]:
         plan_rms_norm(q, meta(d), q_out, _EPS),
         plan_apply_rope(q, k, positions, cos_sin),
         plan_store_kv(k, v, k_cache, v_cache, slots),
-        plan_rope_store_kv(qkv, cos_sin, positions, k_cache, v_cache, slots, q_out, norm, norm),
+        plan_rope_store_kv(
+            qkv, cos_sin, positions, k_cache, v_cache, slots, q_out, norm, norm, _EPS, shape.unit_offset
+        ),
     ]
 
 
@@ -59,11 +62,18 @@ def _layer(hidden: int, intermediate: int, heads: _Heads) -> list[Launch]:
     """The elementwise ops of a whole layer."""
     x, weight = meta(_TOKENS, hidden), meta(hidden)
     return [
-        plan_rms_norm(x, weight, x, _EPS),
-        plan_add_rms_norm(x, x, weight, x, _EPS),
+        plan_rms_norm(x, weight, x, _EPS, heads.unit_offset),
+        plan_add_rms_norm(x, x, weight, x, _EPS, heads.unit_offset),
         plan_silu_and_mul(meta(_TOKENS, 2 * intermediate), meta(_TOKENS, intermediate)),
         *_attention_ends(heads),
     ]
+
+
+def _gemma(hidden: int, intermediate: int, heads: _Heads) -> list[Launch]:
+    """The same with gelu, exact and by tanh."""
+    gate_up, out = meta(_TOKENS, 2 * intermediate), meta(_TOKENS, intermediate)
+    gelus = [plan_gelu_and_mul(gate_up, out, tanh) for tanh in (False, True)]
+    return [*_layer(hidden, intermediate, heads), *gelus]
 
 
 def _decode_rows() -> list[Launch]:
@@ -82,5 +92,6 @@ CASES = [
     Case("partial-rotary-80", partial(_attention_ends, _Heads(32, 32, 80, 32))),
     Case("head-96", partial(_attention_ends, _Heads(32, 32, 96, 96))),
     Case("head-256", partial(_attention_ends, _Heads(28, 4, 256, 256, qk_norm=True))),
+    Case("gemma-3-1b", partial(_gemma, 1152, 6912, _Heads(4, 1, 256, 256, qk_norm=True, unit_offset=True))),
     Case("decode-rows", _decode_rows),
 ]

@@ -28,6 +28,8 @@ def _fused(
     block_size: int = 256,
     batches: tuple[int, ...] = (1,),
     shared_memory: int = 64 * 1024,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> list[Launch]:
     """A launch for each batch, with the tiles that a device with this much shared memory gets."""
     pdl = shared_memory >= _HOPPER
@@ -49,6 +51,8 @@ def _fused(
             norm,
             norm,
             order=_int32(batch) if batch > FEW_ROWS else None,
+            window=window,
+            softcap=softcap,
             shared_memory=shared_memory,
             pdl=pdl,
             early_reads=pdl,
@@ -63,5 +67,7 @@ CASES = [
     Case("smollm2-135m", partial(_fused, 9, 3, 64, batches=(64,)), dot=True, sized=True),
     Case("blocks-of-16", partial(_fused, 32, 8, 128, normed=True, block_size=16), dot=True, sized=True),
     Case("half-rotated", partial(_fused, 32, 32, 80, rotary_dim=40), dot=True, sized=True),
+    Case("mistral-window", partial(_fused, 32, 8, 128, batches=(1, 64), window=4096), dot=True, sized=True),
+    Case("window-and-softcap", partial(_fused, 32, 16, 128, window=4096, softcap=50.0), dot=True, sized=True),
     Case("head-dim-256", partial(_fused, 8, 1, 256, normed=True), dot=True, sized=True),
 ]

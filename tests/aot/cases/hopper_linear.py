@@ -11,13 +11,15 @@ from tritonllm.kernels.hopper_linear import choose_tile, plan_hopper_linear
 from tritonllm.kernels.launch import Launch
 
 
-def _linears(tokens: int, hidden: int, qkv: int, attention: int, intermediate: int, bias: bool) -> list[Launch]:
+def _linears(tokens: int, hidden: int, qkv: int, attention: int, intermediate: int, bias: bool,
+             activation: str = "silu") -> list[Launch]:  # fmt: skip
     """qkv, o in parts, gate and up, down in parts."""
 
     def whole(columns: int, rows: int, gated: bool = False) -> Launch:
         weight = meta(rows * (2 if gated else 1), columns)
         bias_of = meta(weight.shape[0]) if bias else None
-        return plan_hopper_linear(meta(tokens, columns), weight, meta(tokens, rows), bias=bias_of, gated=gated)
+        options = {"gated": gated, "activation": activation}
+        return plan_hopper_linear(meta(tokens, columns), weight, meta(tokens, rows), bias=bias_of, **options)
 
     def parts(columns: int, rows: int) -> Launch:
         splits = choose_tile(tokens, rows, gated=False, parts=True).splits
@@ -41,4 +43,6 @@ CASES = [
     Case("qwen3-0.6b-256", partial(_linears, 256, *_QWEN3), dot=True, only=("sm_90",)),
     Case("llama-3.2-1b-64", partial(_linears, 64, *_LLAMA), dot=True, only=("sm_90",)),
     Case("smollm2-135m-128-bias", partial(_linears, 128, *_SMOLLM), dot=True, only=("sm_90",)),
+    Case("qwen3-0.6b-64-gelu", partial(_linears, 64, *_QWEN3, activation="gelu"), dot=True, only=("sm_90",)),
+    Case("qwen3-0.6b-64-gelu-tanh", partial(_linears, 64, *_QWEN3, activation="gelu_tanh"), dot=True, only=("sm_90",)),
 ]

@@ -43,6 +43,7 @@ def linears(
     pdl: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     tuning: Tuning = UNTUNED,
+    activation: str = "silu",
 ) -> list[Launch]:
     """norm + qkv, o + residual, norm + gate and up, down + residual, LM head."""
 
@@ -60,6 +61,7 @@ def linears(
             eps=_EPS,
             residual=out if add else None,
             gated=gated,
+            activation=activation,
             pdl=pdl,
             shared_memory=shared_memory,
             tuning=tuning,
@@ -86,6 +88,16 @@ CASES = [
     _case("llama-3.2-1b", 8),
     _case("qwen3-8b", 16),
     _case("smollm2-135m", 16),
+    *(
+        Case(
+            f"qwen3-0.6b-{tokens}-{act}",
+            partial(linears, MODELS["qwen3-0.6b"], tokens, activation=act),
+            dot=tokens > 1,
+            sized=True,
+            tuned=True,
+        )
+        for tokens, act in ((1, "gelu"), (8, "gelu_tanh"))
+    ),  # fmt: skip
     Case("fp32-1", partial(linears, MODELS["smollm2-135m"], 1, dtype=torch.float32), sized=True, tuned=True),
     Case("fp32-16", partial(linears, MODELS["smollm2-135m"], 16, dtype=torch.float32), sized=True, tuned=True),
 ]

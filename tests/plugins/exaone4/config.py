@@ -9,12 +9,12 @@ from tritonllm.config import ModelConfig, read_hf_config
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """The usual fields. A window that could matter is refused by the engine, and layers without one all rotate."""
+    """The usual fields, among them the window and which layers have it."""
     return read_hf_config(config, defaults={"hidden_act": "silu", "rms_norm_eps": 1e-5})
 
 
 def reference() -> Any:
-    """A tiny EXAONE 4 whose layers all see everything, as in the 1.2B model."""
+    """A tiny EXAONE 4 with a window in every layer but the last, as in the 32B model."""
     from transformers import Exaone4Config
 
     return Exaone4Config(
@@ -25,6 +25,6 @@ def reference() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        sliding_window=None,
-        layer_types=["full_attention"] * 2,
+        sliding_window=16,
+        sliding_window_pattern=2,
     )

@@ -1,47 +1,35 @@
-"""EXAONE 4: norms stand behind attention and MLP, none before; query and key heads are normed."""
+"""EXAONE 4: norms stand behind attention and MLP, query and key heads are normed, and some layers do not rotate."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 from tritonllm.config import ModelConfig
-from tritonllm.models.decoder import DecoderLM
-from tritonllm.models.layers import (
-    Attention,
-    AttentionMetadata,
-    GatedMLP,
-    LayerCache,
-    RMSNorm,
-    RotaryEmbedding,
-    TPGroup,
-)
+from tritonllm.models.decoder import DecoderLM, PostNormLayer
+from tritonllm.models.layers import RotaryEmbedding, TPGroup
 
 
-class Exaone4Layer(nn.Module):
-    """Attention, norm, add, MLP, norm, add. Submodules are named as in the checkpoint."""
+class Exaone4Layer(PostNormLayer):
+    """Attention, norm, add, MLP, norm, add."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, tp: TPGroup) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, rotary, tp, qk_norm=True)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, tp)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    qk_norm = True
 
-    def forward(
-        self,
-        stream: torch.Tensor,
-        residual: None,
-        positions: torch.Tensor,
-        cache: LayerCache,
-        attn: AttentionMetadata,
-    ) -> tuple[torch.Tensor, None]:
-        """The stream `[T, hidden_size]` after this layer, in one part."""
-        stream = stream + self.post_attention_layernorm(self.self_attn(stream, positions, cache, attn))
-        return stream + self.post_feedforward_layernorm(self.mlp(stream)), None
+
+class Unrotated(RotaryEmbedding):
+    """Angles of zero at every position: cosines 1, sines 0."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.rope, config.max_position)
+        cosines, sines = self.cos_sin.chunk(2, dim=1)
+        cosines.fill_(1)
+        sines.fill_(0)
 
 
 class Exaone4ForCausalLM(DecoderLM):
-    """Embedding, layers, norm and head, with weights named as in the checkpoint."""
+    """Where some layers have a window, those that see everything leave positions out."""
 
     layer_class = Exaone4Layer
+
+    def __init__(self, config: ModelConfig, tp: TPGroup) -> None:
+        super().__init__(config, tp)
+        for kind, layer in zip(config.layer_types, self.model.layers, strict=False):
+            if kind == "full_attention":
+                layer.self_attn.rotary = Unrotated(config)

@@ -16,8 +16,8 @@ from tritonllm.bench.kernels.case import EPS, Case, Heads, Place, Prepared, Time
 from tritonllm.bench.kernels.decode_batch import DecodeBatch
 from tritonllm.errors import ConfigError
 from tritonllm.kernels import reference
-from tritonllm.kernels.prefill_attention import PrefillTiling
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
+from tritonllm.kernels.prefill_tiling import PrefillTiling
 from tritonllm.testing.poison import poisoned_memory
 
 FORMS = ("portable", "hopper")

@@ -11,7 +11,15 @@ from typing import Any
 
 from tritonllm.bench.kernels.attention import FORMS, DecodeAttention, FusedDecodeAttention, PrefillAttention
 from tritonllm.bench.kernels.case import Case, Heads
-from tritonllm.bench.kernels.elementwise import AddRmsNorm, AdvanceRows, LoadRows, LongestFirst, RmsNorm, SiluAndMul
+from tritonllm.bench.kernels.elementwise import (
+    AddRmsNorm,
+    AdvanceRows,
+    GeluAndMul,
+    LoadRows,
+    LongestFirst,
+    RmsNorm,
+    SiluAndMul,
+)
 from tritonllm.bench.kernels.linears import HopperLinear, HopperLinearParts, SkinnyLinear
 from tritonllm.bench.kernels.logits import AdjustLogits, TokenLogprobs
 from tritonllm.bench.kernels.rotation import ApplyRope, RopeStoreKv, StoreKv
@@ -24,8 +32,8 @@ from tritonllm.kernels.skinny_linear import MAX_ROWS
 CASES: dict[str, type[Case]] = {
     case.op: case
     for case in (
-        AddRmsNorm, AdjustLogits, AdvanceRows, ApplyRope, DecodeAttention, FusedDecodeAttention, HopperLinear,
-        HopperLinearParts, KeptThreshold, LoadRows, LongestFirst, MergePicks, PickFromShard, PickTokens,
+        AddRmsNorm, AdjustLogits, AdvanceRows, ApplyRope, DecodeAttention, FusedDecodeAttention, GeluAndMul,
+        HopperLinear, HopperLinearParts, KeptThreshold, LoadRows, LongestFirst, MergePicks, PickFromShard, PickTokens,
         PrefillAttention, RmsNorm, RopeStoreKv, SampleTokens, SiluAndMul, SkinnyLinear, StoreKv, TokenLogprobs,
     )
 }  # fmt: skip
@@ -94,6 +102,7 @@ def _decode_cases(model: ModelConfig, normed: bool, batch: int, context: int, bl
     yield DecodeAttention(heads, batch, context, block_size)
     yield FusedDecodeAttention(heads, batch, context, normed, block_size)
     yield SiluAndMul(batch, model.intermediate_size)
+    yield GeluAndMul(batch, model.intermediate_size)
     for layer in layers_of_config("", model):
         if batch <= MAX_ROWS:
             yield SkinnyLinear(batch, layer.columns, layer.rows, layer.normed, layer.gated, layer.residual)
@@ -123,6 +132,7 @@ def _prefill_cases(model: ModelConfig, normed: bool, tokens: int, block_size: in
     for form in FORMS:
         yield PrefillAttention(form, heads, 1, tokens, block_size=block_size)
     yield SiluAndMul(tokens, model.intermediate_size)
+    yield GeluAndMul(tokens, model.intermediate_size)
 
 
 def _heads(model: ModelConfig) -> Heads:

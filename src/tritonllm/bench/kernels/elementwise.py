@@ -79,15 +79,30 @@ class SiluAndMul(Case):
 
     def prepare(self, place: Place) -> Prepared:
         gate_up = place.normal(place.copies(self.work(place.dtype.itemsize).bytes), self.tokens, 2 * self.columns)
-        calls = [partial(kernels.silu_and_mul, each) for each in gate_up]
+        calls = [partial(getattr(kernels, self.op), each) for each in gate_up]
 
         def error() -> float:
             with poisoned_memory():
                 out = calls[0]()
-            gate, up = gate_up[0].double().chunk(2, -1)
-            return worst_error(out, gate * gate.sigmoid() * up)
+            return worst_error(out, self.exact(*gate_up[0].double().chunk(2, -1)))
 
         return Prepared(Timed(calls, error, place.bound))
+
+    @staticmethod
+    def exact(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What comes out, in the dtype of both."""
+        return gate * gate.sigmoid() * up
+
+
+@dataclass(frozen=True)
+class GeluAndMul(SiluAndMul):
+    """The same of `gelu_and_mul`."""
+
+    op: ClassVar[str] = "gelu_and_mul"
+
+    @staticmethod
+    def exact(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(gate) * up
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,21 @@ import torch.nn.functional as F
 from tritonllm.kernels.row_layout import CONTEXT_LEN, HEADER, TOKEN
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """See `kernels.norm.rms_norm`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1 + weight.float())).to(x.dtype).contiguous()
     return (normed.to(x.dtype) * weight).contiguous()
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+) -> torch.Tensor:
     """See `kernels.norm.add_rms_norm`."""
     residual += reduce(torch.add, x).to(residual.dtype) if x.dim() == 3 else x
-    return rms_norm(residual, weight, eps)
+    return rms_norm(residual, weight, eps, unit_offset)
 
 
 def longest_first(context_lens: torch.Tensor) -> torch.Tensor:
@@ -32,6 +36,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.activation.silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate.float()).to(gate.dtype) * up
+
+
+def gelu_and_mul(gate_up: torch.Tensor, tanh: bool = False) -> torch.Tensor:
+    """See `kernels.activation.gelu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate="tanh" if tanh else "none").to(gate.dtype) * up
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -73,14 +83,15 @@ def rope_store_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     """See `kernels.rope_store.rope_store_kv`."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     # Either branch copies: qkv itself must stay as it is.
-    q = q.clone(memory_format=torch.contiguous_format) if q_norm is None else rms_norm(q, q_norm, eps)
-    k = k.clone() if k_norm is None else rms_norm(k, k_norm, eps)
+    q = q.clone(memory_format=torch.contiguous_format) if q_norm is None else rms_norm(q, q_norm, eps, unit_offset)
+    k = k.clone() if k_norm is None else rms_norm(k, k_norm, eps, unit_offset)
     apply_rope(q, k, positions, cos_sin)
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
