@@ -30,6 +30,7 @@ PARAMS = [
         logit_bias={7: 3.0, 8: -5.0},
         allowed_token_ids=tuple(range(0, 300, 2)) + (7,),
         logprobs=2,
+        prompt_logprobs=1,
     ),
 ]
 """Greedy, plain temperature, and two that need whole logits; the prompts do not fit the pool all at once."""
@@ -83,7 +84,10 @@ def test_any_number_of_ranks_gives_the_same(tmp_path, family: str, heads: str, f
     for size in (1, world_size):
         with LLMEngine(str(tmp_path / "tiny"), world_size=size, **LIMITS) as engine:
             assert engine.config.max_cached_blocks == 16
-            tokens = engine.generate(PROMPTS, PARAMS)["token_ids"]
+            result = engine.generate(PROMPTS, PARAMS)
+            tokens = result["token_ids"]
+            assert [entry.token_id for entry in result["logprobs"][-1]] == tokens[-1]
+            assert [entry.token_id for entry in result["prompt_logprobs"][-1][1:]] == PROMPTS[-1][1:]
             assert engine.stats()["preemptions"] > 0
             results.append((tokens, logits_of(engine.runner)))
     (expected, expected_logits), (found, found_logits) = results

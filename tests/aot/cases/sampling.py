@@ -32,7 +32,6 @@ def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     return [
         *plan_pick_tokens(logits, temperatures, seeds, positions, None, out, hardware_log=hardware_log),
         *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds),
-        *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds, min_ps=temperatures),
         *plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out, hardware_log=hardware_log),
         *plan_pick_tokens(
             logits[:, :half],
@@ -49,8 +48,8 @@ def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     ]
 
 
-def _control(dtype: torch.dtype) -> list[Launch]:
-    """`adjust_logits`, `sample_tokens` with min-p on what it gives, and `token_logprobs` with and without the top."""
+def _control(dtype: torch.dtype, whole: bool = False) -> list[Launch]:
+    """`adjust_logits` and `token_logprobs`; whole with min-p on what the first gives and without the top."""
     logits, adjusted = meta(_BATCH, _VOCAB_SIZE, dtype=dtype), meta(_BATCH, _VOCAB_SIZE, dtype=torch.float32)
     rows = meta(_BATCH, HEADER + 128, dtype=torch.int32)
     counts = meta(_BATCH, _VOCAB_SIZE, dtype=torch.int16)
@@ -58,17 +57,19 @@ def _control(dtype: torch.dtype) -> list[Launch]:
     tokens, ranks = (meta(_BATCH, dtype=torch.int32) for _ in range(2))
     floats = rows.view(torch.float32)
     launches = plan_adjust_logits(logits, rows, counts, masks, biases, adjusted)
-    launches += plan_kept_threshold(
-        adjusted, floats[:, 2], rows[:, 3], floats[:, 4], meta(_BATCH, dtype=torch.float32), min_ps=floats[:, 7]
-    )
-    for width in (1, 21):
+    if whole:
+        thresholds = meta(_BATCH, dtype=torch.float32)
+        launches += plan_kept_threshold(
+            adjusted, floats[:, 2], rows[:, 3], floats[:, 4], thresholds, min_ps=floats[:, 7]
+        )
+    for width in (1, 21) if whole else (21,):
         outputs = meta(_BATCH, width, dtype=torch.float32), meta(_BATCH, width, dtype=torch.int32), ranks
         launches += plan_token_logprobs(logits, tokens, rows[:, NUM_LOGPROBS], *outputs)
     return launches
 
 
 CASES = [
-    Case("controls-bf16", partial(_control, torch.bfloat16)),
+    Case("controls-bf16", partial(_control, torch.bfloat16, whole=True)),
     Case("controls-fp32", partial(_control, torch.float32)),
     Case("qwen3-bf16", partial(_sample, torch.bfloat16)),
     Case("qwen3-fp32", partial(_sample, torch.float32)),
