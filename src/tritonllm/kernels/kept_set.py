@@ -80,7 +80,7 @@ def _search_result(histogram_ptr, state_ptr, top_p, PASSES: tl.constexpr):
 @triton.jit
 def _min_p_cut(largest, temperature, min_p):
     """The logit at which a token is min_p times as likely as the likeliest; -inf for a min_p not above 0."""
-    cut = largest + temperature * tl.log(tl.minimum(tl.maximum(min_p, 1e-38), 1.0))
+    cut = largest + temperature * tl.log(tl.minimum(tl.maximum(min_p, 1e-37), 1.0))
     return tl.where((min_p > 0.0) & (largest > float("-inf")), cut, float("-inf"))
 
 

@@ -64,7 +64,7 @@ def _kept_from(
 
 def _min_p_cut(x: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     largest = x.amax(dim=1, keepdim=True)
-    cut = largest + temperature * min_p.clamp(1e-38, 1.0).log()
+    cut = largest + temperature * min_p.clamp(1e-37, 1.0).log()
     return torch.where((min_p > 0) & (largest > -torch.inf), cut, -torch.inf)
 
 
