@@ -111,11 +111,16 @@ def test_its_number_of_multiprocessors_decides_on_splits() -> None:
         assert max(launch.constexprs["SPLITS"] for launch in of(launches, "_decode_attention_kernel")) == splits
 
 
-def test_every_bucket_of_a_decode_step_is_there_with_both_ends() -> None:
+def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     launches = start("sm_80")
     for kernel in ("_load_rows_kernel", "_advance_rows_kernel"):
         sizes = [launch.args["num_rows"] for launch in of(launches, kernel)]
-        assert {size: sizes.count(size) for size in sizes} == dict.fromkeys(bucket_sizes(24), 4)  # 2 pools x 2 ends
+        assert {size: sizes.count(size) for size in sizes} == dict.fromkeys(bucket_sizes(24), 6)  # 2 pools x 3 ends
+    for kernel in ("_adjust_kernel", "_bias_kernel"):
+        assert {launch.args["logits_ptr"].shape[0] for launch in of(launches, kernel)} >= {*bucket_sizes(24)}
+    # Of rows of a decode step, of the prompts that end in a prefill, and of a prompt's own tokens.
+    strides = {launch.args["wanted_stride"] for launch in of(launches, "_tile_kernel")}
+    assert len(strides) == 3
     assert {launch.args["thresholds_ptr"] is None for launch in of(launches, "_pick_kernel")} == {True, False}
 
 

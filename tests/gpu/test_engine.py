@@ -14,16 +14,29 @@ from tritonllm import SamplingParams
 LENGTHS = (1, 15, 16, 17, 255, 256, 257)
 
 
+CONTROLS = {
+    "temperature": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+    "logit_bias": {7: 3.0, 8: -100.0},
+    "allowed_token_ids": range(0, 49000, 2),
+    "min_tokens": 2,
+    "logprobs": 5,
+}
+
+
 def prompts_of(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 49000, (length,), generator=generator).tolist() for length in lengths]
 
 
 def params_of(count: int) -> list[SamplingParams]:
-    """Greedy, plain temperature and truncated rows that end at different steps, so that the batch shrinks."""
-    kinds = ({"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.9}, {"top_k": 40})
+    """Greedy, plain, truncated and controlled rows that end at different steps, so that the batch shrinks."""
+    kinds = ({"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.9}, {"top_k": 40}, CONTROLS)
     return [
-        SamplingParams(max_tokens=5 + 7 * index, ignore_eos=True, seed=index, **kinds[index % 4])
+        SamplingParams(max_tokens=5 + 7 * index, ignore_eos=True, seed=index, **kinds[index % 5])
         for index in range(count)
     ]
 
@@ -43,13 +56,14 @@ def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_batch():
     with make_engine("Qwen3-0.6B", "float32") as llm:
         prompts, params = prompts_of(LENGTHS), params_of(len(LENGTHS))
         together = llm.generate(prompts, params)["token_ids"]
-        for index in (0, 1, 2, 3):
+        for index in (0, 1, 2, 3, 4):
             assert llm.generate([prompts[index]], params[index])["token_ids"] == [together[index]]
 
 
-def test_preemption_gives_the_tokens_of_a_roomy_pool():
+@pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["plain", "controls"])
+def test_preemption_gives_the_tokens_of_a_roomy_pool(controls):
     prompts = prompts_of((60,) * 12)
-    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 120, "ignore_eos": True, "seed": 3} | controls)
     results = []
     for blocks in (400, 40):
         with make_engine("SmolLM2-135M-Instruct", "float32", block_size=16, max_cached_blocks=blocks) as llm:
@@ -66,7 +80,7 @@ def test_nothing_compiles_after_the_start():
         try:
             for batch in (1, 2, 3, 5, 15, 16, 17):
                 for length in LENGTHS:
-                    for kind in ({"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.9}):
+                    for kind in ({"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.9}, CONTROLS):
                         params = SamplingParams(max_tokens=3, ignore_eos=True, **kind)
                         llm.generate(prompts_of((length,) * batch, seed=length), params)
         finally:
@@ -74,9 +88,10 @@ def test_nothing_compiles_after_the_start():
     assert not compiled, sorted(set(compiled))
 
 
-def test_steps_never_wait_for_the_device():
+@pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["plain", "controls"])
+def test_steps_never_wait_for_the_device(controls):
     """Decode, growth into new blocks, arrivals, chunks and ends: torch raises at every call that would wait."""
-    params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(**{"temperature": 0.7, "max_tokens": 40, "ignore_eos": True} | controls)
     with make_engine("Qwen3-0.6B", "bfloat16", block_size=16, max_num_batched_tokens=256) as llm:
         llm.generate(prompts_of((20,)), params)
         torch.cuda.set_sync_debug_mode("error")

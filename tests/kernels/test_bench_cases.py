@@ -31,6 +31,8 @@ TINY: list[Case] = [
     CASES["load_rows"](5, 33, BLOCK),
     CASES["longest_first"](20),
     CASES["merge_picks"](3, 2),
+    CASES["adjust_logits"](700, 2),
+    CASES["token_logprobs"](700, 2),
     CASES["pick_from_shard"](66, 2),
     CASES["pick_tokens"](100, 2),
     CASES["pick_tokens"](100, 2, greedy=True),

@@ -84,6 +84,64 @@ def test_edges_of_top_k_and_top_p(device: torch.device) -> None:
     assert kept.sum(dim=1).tolist() == [case[2] for case in cases]
 
 
+@few_examples
+@given(seed=seeds_of_tests, size=sizes, data=st.data())
+def test_min_p_of_random_rows(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], seed: int, size: int, data: st.DataObject
+) -> None:
+    """Alone, with top-k, and before top-p, whose share is of the mass that min-p leaves."""
+    dtype = data.draw(st.sampled_from(dtypes))
+    gen = generator(seed)
+    logits = strided((torch.randn(4, size, generator=gen) * 4).to(dtype), device)
+    min_ps = [*(torch.rand(3, generator=gen) ** 3).clamp(min=1e-6).tolist(), 0.0]
+    top_ks, top_ps = [0, 5, 0, 0], [1.0, 1.0, 0.7, 1.0]
+    temperatures = (torch.rand(4, generator=gen) * 2 + 0.05).tolist()
+    rows = Rows(temperatures, top_ks, top_ps, device, seed, min_ps)
+    thresholds = rows.threshold(logits)
+    assert thresholds[3] == -torch.inf
+    kept = (logits.float() >= thresholds[:, None]).cpu()
+    for row in range(4):
+        slack = 1e-5 if top_ps[row] < 1 else 0.0
+        settings = temperatures[row], top_ks[row]
+        least = kept_by_sort(logits[row], *settings, top_ps[row] - slack, min_ps[row] * (1 + 1e-4))
+        most = kept_by_sort(logits[row], *settings, top_ps[row] + slack, min_ps[row] * (1 - 1e-4))
+        assert bool((least <= kept[row]).all())
+        assert bool((kept[row] <= most).all())
+
+
+def test_edges_of_min_p(device: torch.device) -> None:
+    halves = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
+    cases = [  # top_k, top_p, min_p, kept
+        (0, 1.0, 0.0, 5),
+        (0, 1.0, -1.0, 5),
+        (0, 1.0, 1e-30, 5),
+        (0, 1.0, 0.124, 5),  # the two smallest are an eighth of the largest
+        (0, 1.0, 0.126, 3),
+        (0, 1.0, 0.51, 1),
+        (0, 1.0, 1.0, 1),
+        (0, 1.0, 7.0, 1),
+        (2, 1.0, 0.126, 2),
+        (4, 1.0, 0.26, 2),
+        (0, 0.66, 0.26, 1),  # 0.5 is two thirds of what min-p leaves
+        (0, 0.67, 0.26, 2),
+        (0, 0.0, 0.126, 1),
+    ]
+    columns = list(zip(*cases, strict=True))
+    rows = Rows([1.0] * len(cases), columns[0], columns[1], device, min_p=columns[2])
+    logits = halves.expand(len(cases), -1).contiguous().to(device)
+    kept = logits >= rows.threshold(logits)[:, None]
+    assert kept.sum(dim=1).tolist() == list(columns[3])
+
+
+def test_min_p_leaves_greedy_rows_and_rows_with_nan_alone(device: torch.device) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, torch.nan], [-torch.inf] * 3], device=device)
+    rows = Rows([0.0, 1.0, 1.0], [0] * 3, [1.0] * 3, device, min_p=[0.9] * 3)
+    thresholds = rows.threshold(logits)
+    assert thresholds[0] == thresholds[2] == -torch.inf
+    assert bool(thresholds[1].isnan())
+    assert rows.sample(logits) == [1, -1, 0]
+
+
 def test_both_zeros_are_equal(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
         logits = torch.tensor([[-0.0, -1.0, 0.0, -2.0], [0.0, -1.0, -0.0, -2.0]], dtype=dtype, device=device)

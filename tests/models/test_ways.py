@@ -68,6 +68,43 @@ def test_every_way_samples_the_same_tokens(tiny, family: str, heads: str) -> Non
     assert_ways_agree(folder, prompts(), 24, sampled=True, device="cpu")
 
 
+def controlled(count: int, num_tokens: int) -> list[SamplingParams]:
+    """Requests of five kinds in turn, the last of them without controls; every other one is greedy."""
+    kinds = (
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+        {"logit_bias": {token: 4.0 - token for token in range(9)}, "logprobs": 3, "presence_penalty": 1.0},
+        {"allowed_token_ids": range(0, 90, 3), "frequency_penalty": 0.5, "top_p": 0.9},
+        {"min_p": 0.05, "repetition_penalty": 0.8, "logit_bias": {3: -100.0}},
+        {"top_k": 20},
+    )
+    return [
+        SamplingParams(
+            **{"temperature": 0.9 * (index % 2), "seed": index, "max_tokens": num_tokens, "ignore_eos": True}
+            | kinds[index % len(kinds)]
+        )
+        for index in range(count)
+    ]
+
+
+CONTROLLED_WAYS = ["all in one batch", "chunks of 7", "joining at every step", "streamed", "prefix cache", "preempted"]
+
+
+@pytest.mark.parametrize("way", [*CONTROLLED_WAYS, pytest.param("two ranks", marks=pytest.mark.slow)])
+def test_every_way_gives_the_same_tokens_under_controls(tiny, way: str) -> None:
+    """Counts of a sequence that was preempted, moved to another row, or cut in chunks are those of one left alone."""
+    folder, _ = tiny("llama", heads="4/2x32")
+    params, keys = controlled(len(prompts()), 24), {"dtype": "float32", "device": "cpu"}
+    expected = equality.complete_alone(folder, prompts(), params, keys)
+    equality.assert_way_agrees(way, folder, prompts(), params, keys, expected)
+
+
+def test_interpreted_kernels_give_the_same_tokens_under_controls(tiny) -> None:
+    folder, _ = tiny("llama", heads="4/2x32")
+    params, keys, few = controlled(3, 3), {"dtype": "float32", "device": "cpu"}, [[5, 6, 7, 8, 9], [10], [11, 5]]
+    expected = equality.complete_alone(folder, few, params, keys)
+    equality.assert_way_agrees("interpreted kernels", folder, few, params, keys, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(("family", "heads"), [("llama", "4/2x32"), ("qwen2", "28/4x32"), ("qwen3", "8/1x80")])

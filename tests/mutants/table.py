@@ -7,6 +7,7 @@ from kernel_table import KERNEL_MUTANTS
 from mutant import Mutant
 
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
+CONTROLS = ("tests/unit/test_controls.py",)
 LAST_LAYER = ("tests/unit/test_last_layer.py",)
 FAMILIES = ("tests/unit/test_model_config.py", "tests/models/test_families.py")
 LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
@@ -19,6 +20,41 @@ _PLAN = "tritonllm.engine.plan"
 _LOOP = "tritonllm.engine.step_loop"
 
 MUTANTS = (
+    Mutant(
+        "the newest token of a row is counted twice",
+        _PLAN,
+        "seen=seq.seen(seq.length - 1)",
+        "seen=seq.seen(seq.length)",
+        CONTROLS,
+    ),
+    Mutant(
+        "a row keeps the counts of its last tenant",
+        "tritonllm.engine.control_state",
+        "self.counts.index_fill_(0, counted_.long(), 0)",
+        "pass",
+        CONTROLS,
+    ),
+    Mutant(
+        "a prompt is looked up although its log probabilities are wanted",
+        "tritonllm.engine.sequence",
+        "return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1",
+        "return wanted and self.num_computed_tokens > 0",
+        CONTROLS,
+    ),
+    Mutant(
+        "the surplus behind an end has log probabilities",
+        "tritonllm.engine.in_flight",
+        "token >= 0 and not seq.is_finished",
+        "token >= 0",
+        CONTROLS,
+    ),
+    Mutant(
+        "a steady batch forgets how its tokens are chosen",
+        _STEADY,
+        "new_blocks=new_blocks, choice=plan.choice)",
+        "new_blocks=new_blocks)",
+        CONTROLS,
+    ),
     Mutant("a steady batch writes behind its last block", _STEADY, "_block_size + 1)", "_block_size + 2)"),
     Mutant(
         "a steady batch goes on past the end", _STEADY, "seq.length >= seq.max_length", "seq.length > seq.max_length"

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tritonllm import SamplingParams
 from tritonllm.engine.cuda_graphs import DecodeGraphs, bucket_sizes
+from tritonllm.engine.sequence import ENDS, Choice
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER
 
 PROMPTS = [[2, 3, 4], [9] * 20, [7], [11, 12], [13] * 40, [14], [15] * 17, [16] * 16]
 LENGTHS = [5, 9, 17, 33, 2, 30, 11, 26]
+CONTROLS = [
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {7: 3.0, 9: -50.0}, "logprobs": 2},
+    {"allowed_token_ids": [3, 5, 8], "presence_penalty": 0.5},
+]
 
 
 class GraphDouble:
     """Stands for a captured graph: a replay runs the step again, with sizes and tensors as they were at capture."""
 
-    def __init__(self, runner, size: int, plain: bool) -> None:
-        self.runner, self.size, self.plain = runner, size, plain
+    def __init__(self, runner, size: int, end: Choice) -> None:
+        self.runner, self.size, self.end = runner, size, end
         self.addresses = self.static_addresses()
         self.replays = 0
 
     def static_addresses(self) -> list[int]:
         runner = self.runner
-        tensors = [runner.rows, runner.sampled, runner.pool.data, *vars(runner.workspace).values()]
+        tensors = [runner.rows, runner.sampled, runner.results.reports, runner.pool.data]
+        tensors += [*vars(runner.workspace).values(), *vars(runner.controls).values()]
         tensors += list(runner.model.parameters())
         return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
     def replay(self) -> None:
         assert self.static_addresses() == self.addresses, "a replay would read memory that is no longer in use"
         self.replays += 1
-        self.runner._decode(self.size, self.plain)
+        self.runner._decode(self.size, self.end)
 
 
-def with_doubles(engine) -> dict[tuple[int, bool], GraphDouble]:
+def with_doubles(engine) -> dict[tuple[int, Choice], GraphDouble]:
     graphs = engine.runner.graphs
-    doubles = {(size, plain): GraphDouble(engine.runner, size, plain) for size in graphs.buckets for plain in (0, 1)}
+    doubles = {(size, end): GraphDouble(engine.runner, size, end) for size in graphs.buckets for end in ENDS}
     graphs._graphs.update(doubles)
     graphs.forward = None  # every step must find a graph
     return doubles
@@ -43,7 +52,7 @@ def with_doubles(engine) -> dict[tuple[int, bool], GraphDouble]:
 
 @pytest.mark.parametrize("limit", [*range(1, 70), 96, 97, 100, 255, 256, 257, 520])
 def test_every_batch_has_a_bucket_and_the_limit_is_one(limit: int) -> None:
-    graphs = DecodeGraphs(lambda rows, plain: None, limit)
+    graphs = DecodeGraphs(lambda rows, end: None, limit)
     assert graphs.buckets[-1] == limit
     assert graphs.buckets == sorted(set(graphs.buckets))
     for rows in range(1, limit + 1):
@@ -61,25 +70,33 @@ def test_buckets_are_the_documented_ones() -> None:
 
 def test_without_a_graph_the_step_is_called_at_its_padded_size() -> None:
     calls = []
-    graphs = DecodeGraphs(lambda rows, plain: calls.append((rows, plain)), 12)
+    graphs = DecodeGraphs(lambda rows, end: calls.append((rows, end)), 12)
     for rows in (1, 3, 8, 9, 12):
-        graphs.run(rows, True)
-    assert calls == [(1, True), (4, True), (8, True), (12, True), (12, True)]
+        graphs.run(rows, Choice.PLAIN)
+    graphs.run(2, Choice.REPORTED)
+    assert calls == [*((size, Choice.PLAIN) for size in (1, 4, 8, 12, 12)), (2, Choice.CONTROLLED)]
 
 
+@pytest.mark.parametrize("controlled", [False, True])
 @pytest.mark.parametrize("limit", [3, 8])
-def test_replayed_steps_give_the_tokens_of_eager_ones(make_engine, limit: int) -> None:
+def test_replayed_steps_give_the_tokens_of_eager_ones(make_engine, limit: int, controlled: bool) -> None:
+    filtered = (9, 30) if controlled else (5, 9, 17, 2, 11)
     params = [
-        SamplingParams(temperature=index % 2, top_k=9 if n < 20 else 0, max_tokens=n, ignore_eos=True, seed=index)
+        SamplingParams(temperature=index % 2, top_k=9 * (n in filtered), max_tokens=n, ignore_eos=True, seed=index)
         for index, n in enumerate(LENGTHS)
     ]
+    if controlled:
+        params = [
+            replace(param, **CONTROLS[index % len(CONTROLS)]) if LENGTHS[index] in (5, 17, 2) else param
+            for index, param in enumerate(params)
+        ]
     eager = make_engine(max_num_sequences=limit, enforce_eager=True).generate(PROMPTS, params)
     engine = make_engine(max_num_sequences=limit)
     doubles = with_doubles(engine)
     assert engine.generate(PROMPTS, params) == eager
     used = {key for key, double in doubles.items() if double.replays}
     assert {size for size, _ in used} == set(engine.runner.graphs.buckets)
-    assert {plain for _, plain in used} == {0, 1}
+    assert {end for _, end in used} == ({*ENDS} if controlled else {Choice.FILTERED, Choice.PLAIN})
 
 
 def test_padding_writes_no_block_and_its_state_stays_empty(make_engine) -> None:
@@ -88,10 +105,10 @@ def test_padding_writes_no_block_and_its_state_stays_empty(make_engine) -> None:
     forward = runner.graphs.forward
     sizes = []
 
-    def checked(size: int, plain: bool) -> None:
+    def checked(size: int, end: Choice) -> None:
         rows = runner.rows[:size].clone()
         before = runner.pool.data.clone()
-        forward(size, plain)
+        forward(size, end)
         live = rows[:, CONTEXT_LEN] > 0
         sizes.append((int(live.sum()), size))
         assert not runner.rows[:size][~live, CONTEXT_LEN].any()

@@ -80,9 +80,12 @@ def arguments_of(name: str) -> dict[str, Any]:
     angles = {"positions": draw.integers(0, 9, 3), "cos_sin": rope_table(9, SHAPE.head_dim)}
     k, v = (draw.normal(3, SHAPE.num_kv_heads, SHAPE.head_dim) for _ in range(2))
     state = draw.integers(0, 9, 4, row_layout.HEADER + 3)
+    controlled = draw.integers(1, 4, 2, row_layout.HEADER)
+    penalties = torch.tensor([1.5, 0.5, 0.25]).view(torch.int32)
+    controlled[:, row_layout.REPETITION_PENALTY : row_layout.CONTROLS] = penalties
     sampled = Rows([0.0, 1.0], [0, 3], [1.0, 0.9], CPU)
     random = {"seeds": sampled.seeds, "positions": sampled.positions}
-    filters = {"top_ks": sampled.top_ks, "top_ps": sampled.top_ps}
+    filters = {"top_ks": sampled.top_ks, "top_ps": sampled.top_ps, "min_ps": torch.tensor([0.0, 0.4])}
     logits = {"logits": draw.normal(2, 50), "temperatures": sampled.temperatures}
     layer = {"x": draw.rows(3, 16, 8, torch.float32), "weight": draw.normal(10, 16), "bias": draw.normal(10)}
     return {
@@ -112,6 +115,15 @@ def arguments_of(name: str) -> dict[str, Any]:
         "kept_threshold": logits | filters,
         "pick_tokens": logits | random,
         "pick_from_shard": logits | random | {"first_id": 8},
+        "adjust_logits": {
+            "logits": draw.normal(2, 50), "rows": controlled, "counts": draw.integers(0, 2, 2, 50).short(),
+            "masks": draw.integers(-(2**31), 2**31 - 1, 2, 2),
+            "biases": torch.tensor([[[9, 0, 0], [3, 1, 0], [4, 5, 9]]] * 2, dtype=torch.int32),
+        },
+        "token_logprobs": {
+            "logits": draw.normal(3, 50), "tokens": draw.integers(0, 50, 3), "wanted": draw.integers(0, 2, 3),
+            "num_top": 4,
+        },
         "merge_picks": {"scores": draw.normal(3, 2), "tokens": draw.integers(-1, 9, 3, 2)},
         "sample_tokens": logits | filters | random,
     }[name]  # fmt: skip

@@ -14,7 +14,7 @@ from tritonllm import EngineConfig, ModelRunner
 from tritonllm.engine.inputs import PrefillLayout, StepInputs, prefill_inputs
 from tritonllm.engine.plan import PrefillChunk, StepPlan
 from tritonllm.engine.prefill_graphs import TOKEN_BUCKETS, prefill_layouts
-from tritonllm.engine.sequence import RowSampling
+from tritonllm.engine.sequence import Choice, RowSampling
 from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.models import attention_metadata
 from tritonllm.models.attention_metadata import LastTokensMetadata, PrefillMetadata
@@ -88,7 +88,7 @@ def exact(case: str) -> StepInputs:
 def padded(case: str) -> StepInputs:
     layout = prefill_layouts(64, 4, 4, TILE_ROWS)[1]
     assert layout.holds(PrefillLayout.for_chunks(CASES[case], BLOCK_SIZE, TILE_ROWS))
-    return layout.inputs(torch.from_numpy(layout.pack(CASES[case], BLOCK_SIZE)), plain=True)
+    return layout.inputs(torch.from_numpy(layout.pack(CASES[case], BLOCK_SIZE)), choice=Choice.PLAIN)
 
 
 def subclass_of(runner: ModelRunner, model_class: type[DecoderLM]) -> DecoderLM:
@@ -150,7 +150,7 @@ class TestHiddenStates:
         """As in a captured graph, which knows addresses alone."""
         layout = prefill_layouts(64, 4, 4, TILE_ROWS)[1]
         buffer = torch.from_numpy(layout.pack([], BLOCK_SIZE))
-        inputs = layout.inputs(buffer, plain=True)
+        inputs = layout.inputs(buffer, choice=Choice.PLAIN)
         attn = inputs.attn_of_last(runner.workspace)
         for case in CASES:
             buffer.copy_(torch.from_numpy(layout.pack(CASES[case], BLOCK_SIZE)))

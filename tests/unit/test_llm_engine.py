@@ -29,7 +29,9 @@ def greedy(max_tokens: int | None = 5, **params) -> SamplingParams:
 class TestGenerate:
     def test_one_entry_a_prompt_under_every_key_in_the_order_of_the_prompts(self, engine) -> None:
         result = engine.generate(PROMPTS, [greedy(n) for n in (7, 1, 4)])
-        assert list(result) == ["text", "token_ids", "finish_reason", "stop_reason", "usage", "errors"]
+        assert list(result) == [
+            "text", "token_ids", "finish_reason", "stop_reason", "usage", "errors", "logprobs", "prompt_logprobs",
+        ]  # fmt: skip
         assert [len(tokens) for tokens in result["token_ids"]] == [7, 1, 4]
         assert result["finish_reason"] == ["length"] * 3
         assert result["errors"] == [None] * 3
@@ -50,7 +52,7 @@ class TestGenerate:
 
     def test_no_prompts_give_empty_lists(self, engine) -> None:
         assert engine.generate([], greedy()) == dict.fromkeys(
-            ("text", "token_ids", "finish_reason", "stop_reason", "usage", "errors"), []
+            ("text", "token_ids", "finish_reason", "stop_reason", "usage", "errors", "logprobs", "prompt_logprobs"), []
         )
 
     def test_sampling_params_default(self, engine) -> None:

@@ -9,7 +9,7 @@ from tritonllm import SamplingParams
 from tritonllm.engine.inputs import PrefillLayout
 from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.prefill_graphs import MAX_SEQS, TOKEN_BUCKETS, prefill_layouts
-from tritonllm.engine.sequence import RowSampling
+from tritonllm.engine.sequence import Choice, RowSampling
 
 PROMPTS = [[2, 3, 4], [9] * 20, [7], [11, 12], [13] * 40, [14], [15] * 17, [16] * 16, [2, 3, 4, 5], [9] * 20 + [1]]
 GREEDY = RowSampling(0.0, 0, 1.0, 0)
@@ -54,7 +54,7 @@ def test_a_dirty_buffer_is_padding_again() -> None:
     short = [PrefillChunk([8], 0, [2], False, GREEDY)]
     buffer = torch.from_numpy(layout.pack(long, 16))
     buffer.copy_(torch.from_numpy(layout.pack(short, 16)))
-    inputs = layout.inputs(buffer, plain=True)
+    inputs = layout.inputs(buffer, choice=Choice.PLAIN)
     assert inputs.attn.slot_mapping.tolist() == [32] + [-1] * 31
     assert inputs.attn.context_lens.tolist() == [1, 0, 0, 0]
     assert inputs.attn.cu_seqlens_q.tolist() == [0, 1, 1, 1, 1]

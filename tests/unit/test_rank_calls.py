@@ -10,10 +10,10 @@ import pytest
 
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan
 from tritonllm.engine.rank_calls import decode_call, encode_call
-from tritonllm.engine.sequence import RowSampling
+from tritonllm.engine.sequence import Choice, RowSampling
 
 SAMPLING = RowSampling(0.5, 3, 0.9, 2**63 + 1)
-STEP = StepPlan(num_decode_rows=300, plain_decode=False)
+STEP = StepPlan(num_decode_rows=300, choice=Choice.REPORTED)
 CHANGES: list[dict[str, Any]] = [
     {"row_updates": [RowUpdate(1, -1, 2, 33, [4, 5], SAMPLING)]},
     {"cleared_rows": [3]},
@@ -48,8 +48,8 @@ def test_a_step_that_changes_nothing_is_a_record_of_fixed_size(monkeypatch: pyte
         monkeypatch.setattr(pickle, name, refuse)
     sizes = set()
     for num_rows in (1, 64, 2**31 - 1):
-        for plain in (False, True):
-            plan = StepPlan(num_decode_rows=num_rows, plain_decode=plain)
+        for choice in Choice:
+            plan = StepPlan(num_decode_rows=num_rows, choice=choice)
             data = encode_call("launch", (plan,))
             assert decode_call(data) == ("launch", (plan,))
             sizes.add(len(data))

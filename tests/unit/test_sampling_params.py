@@ -31,6 +31,23 @@ def test_defaults() -> None:
         ("ignore_eos", "True or False", [1, 0, None, "no"]),
         ("top_p", "finite number >= 0 and <= 1", [-0.1, 1.0001, 1.5, NAN, INF, "1", None, True]),
         ("top_k", "integer from -1 to 2147483647", [-2, 2.5, 1.0, True, None, "1", 2**31]),
+        ("min_p", "finite number >= 0 and <= 1", [-0.1, 1.01, NAN, "1", None, True]),
+        ("repetition_penalty", "finite number >= 0.01 and <= 100", [0, -1, 101, NAN, INF, None, True]),
+        ("presence_penalty", "finite number >= -2 and <= 2", [-2.1, 2.1, NAN, "1", None, True]),
+        ("frequency_penalty", "finite number >= -2 and <= 2", [-2.1, 2.1, NAN, "1", None, True]),
+        (
+            "logit_bias",
+            "mapping from token ids to finite numbers >= -100 and <= 100",
+            [{-1: 0}, {1: 101}, {1: NAN}, {1: "2"}, {True: 1}, {1.0: 1}, {"1": 1}, [1], [(1, 2, 3)], [(1, 2)] * 2, 5],
+        ),
+        (
+            "allowed_token_ids",
+            "sequence of at least one integer from 0 to 2147483647, or None",
+            [(), [], [-1], [True], "ab", 5, (2**31,), range(0)],
+        ),
+        ("min_tokens", "integer >= 0", [-1, 1.5, True, None, "1"]),
+        ("logprobs", "integer from 0 to 20, or None", [-1, 21, 1.0, True, "1"]),
+        ("prompt_logprobs", "integer from 0 to 20, or None", [-1, 21, 1.0, True, "1"]),
         ("seed", "integer from 0 to 18446744073709551615, or None", [-1, 2**64, 1.0, True, "1"]),
         ("max_model_length", "integer >= 1, or None", [0, -1, 1.5, True, "8"]),
         ("skip_special_tokens", "True or False", [1, None, "yes"]),
@@ -56,6 +73,15 @@ def test_out_of_range(field: str, allowed: str, refused: list[object]) -> None:
         ("top_p", [0, 1e-9, 0.5, 1, 1.0]),
         ("top_k", [0, 1, 151936, 2**31 - 1]),
         ("seed", [0, 2**64 - 1, None]),
+        ("min_p", [0, 1e-9, 1]),
+        ("repetition_penalty", [0.01, 1, 1.1, 100]),
+        ("presence_penalty", [-2, 0, 2.0]),
+        ("frequency_penalty", [-2, 0, 2.0]),
+        ("logit_bias", [(), ((3, 1.5), (2**31 - 1, -100))]),
+        ("allowed_token_ids", [None, (0,), (5, 5, 2)]),
+        ("min_tokens", [0, 1, 64]),
+        ("logprobs", [None, 0, 20]),
+        ("prompt_logprobs", [None, 0, 20]),
         ("max_model_length", [1, 4096, None]),
     ],
 )
@@ -69,6 +95,19 @@ def test_values_with_one_meaning_are_stored_as_one() -> None:
     assert SamplingParams(temperature=1e-30) == SamplingParams(temperature=0)
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
     assert SamplingParams(stop="\n") == SamplingParams(stop=["\n"]) == SamplingParams(stop=("\n",))  # type: ignore[arg-type]
+    assert SamplingParams(allowed_token_ids=[3, 4]).allowed_token_ids == (3, 4)  # type: ignore[arg-type]
+    assert SamplingParams(allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)  # type: ignore[arg-type]
+    as_pairs = SamplingParams(logit_bias={3: 1, 4: -2.5})
+    assert as_pairs.logit_bias == ((3, 1), (4, -2.5))
+    assert as_pairs == SamplingParams(logit_bias=[[3, 1], [4, -2.5]])  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias=None) == SamplingParams(logit_bias={})  # type: ignore[arg-type]
+
+
+def test_a_minimum_above_the_maximum_is_refused() -> None:
+    assert SamplingParams(min_tokens=9, max_tokens=9).min_tokens == 9
+    assert SamplingParams(min_tokens=10**6, max_tokens=None).max_tokens is None
+    with pytest.raises(RequestError, match="min_tokens=10 is more than max_tokens=9; give at most as many"):
+        SamplingParams(min_tokens=10, max_tokens=9)
 
 
 def test_is_immutable_and_checked_when_changed() -> None:

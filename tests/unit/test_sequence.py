@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tritonllm import SamplingParams, Sequence
+from tritonllm.engine.scheduler import Scheduler
+from tritonllm.engine.sequence import Choice
 
 
 @pytest.mark.parametrize("length", range(14))
@@ -45,13 +47,26 @@ def test_the_request_s_seed_counts_before_the_given_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "plain"),
+    ("params", "choice"),
     [
-        ({"temperature": 0, "top_p": 0.5, "top_k": 3}, True),
-        ({"temperature": 1}, True),
-        ({"temperature": 1, "top_p": 0.5}, False),
-        ({"temperature": 1, "top_k": 3}, False),
+        ({"temperature": 0, "top_p": 0.5, "top_k": 3}, Choice.PLAIN),
+        ({"temperature": 1}, Choice.PLAIN),
+        ({"temperature": 1, "repetition_penalty": 1, "presence_penalty": 0, "logit_bias": {}}, Choice.PLAIN),
+        ({"temperature": 1, "top_p": 0.5}, Choice.FILTERED),
+        ({"temperature": 1, "top_k": 3}, Choice.FILTERED),
+        ({"temperature": 1, "min_p": 0.1}, Choice.CONTROLLED),
+        ({"temperature": 0, "repetition_penalty": 1.1}, Choice.CONTROLLED),
+        ({"temperature": 0, "presence_penalty": 0.1}, Choice.CONTROLLED),
+        ({"temperature": 0, "frequency_penalty": -0.1}, Choice.CONTROLLED),
+        ({"temperature": 0, "logit_bias": {3: 1}}, Choice.CONTROLLED),
+        ({"temperature": 0, "allowed_token_ids": [3]}, Choice.CONTROLLED),
+        ({"temperature": 0, "min_tokens": 1}, Choice.CONTROLLED),
+        ({"temperature": 0, "min_p": 0.1, "logprobs": 0}, Choice.REPORTED),
     ],
 )
-def test_which_rows_need_no_look_at_a_whole_row_of_logits(params, plain: bool) -> None:
-    assert Sequence([1], SamplingParams(**params)).sampling.is_plain is plain
+def test_what_choosing_a_token_takes(params, choice: Choice) -> None:
+    scheduler = Scheduler(1, 8, 8, 8, eos=2)
+    seq = Sequence([1], SamplingParams(**params))
+    scheduler.add_sequence(seq)
+    assert seq.sampling.choice is choice
+    assert seq.sampling.choice.end is min(choice, Choice.CONTROLLED)

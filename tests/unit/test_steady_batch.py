@@ -37,7 +37,7 @@ def steps(seed: int, blocks: int) -> tuple[list, list[list[int]]]:
         if plan is not None:
             grown = sorted((row, index) for row, index, _ in plan.new_blocks)  # which free block it is does not matter
             updates = [(update.row, update.context_len) for update in plan.row_updates]
-            done.append((plan.num_decode_rows, updates, plan.cleared_rows, grown, len(plan.chunks), plan.plain_decode))
+            done.append((plan.num_decode_rows, updates, plan.cleared_rows, grown, len(plan.chunks), plan.choice))
     return done, [seq.completion_token_ids for _, seq in arriving]
 
 

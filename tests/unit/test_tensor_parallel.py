@@ -13,15 +13,27 @@ from tritonllm.engine.resolve import resolve_model
 from tritonllm.errors import ConfigError
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
-PROMPTS = [list(range(40, 77)), [5, 6, 7], list(range(300, 333)), list(range(40, 70)), [9] * 20]
+PROMPTS = [list(range(40, 77)), [5, 6, 7], list(range(300, 333)), list(range(40, 70)), [9] * 20, [7, 7, 8]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.7, seed=4, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1, top_k=20, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True),
+    SamplingParams(
+        temperature=1,
+        seed=6,
+        max_tokens=16,
+        ignore_eos=True,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        logit_bias={7: 3.0, 8: -5.0},
+        allowed_token_ids=tuple(range(0, 300, 2)) + (7,),
+        logprobs=2,
+        prompt_logprobs=1,
+    ),
 ]
-"""Greedy, plain temperature, and one that needs whole logits; the prompts do not fit the pool all at once."""
+"""Greedy, plain temperature, and two that need whole logits; the prompts do not fit the pool all at once."""
 
 LIMITS = {
     "device": "cpu",
@@ -72,7 +84,10 @@ def test_any_number_of_ranks_gives_the_same(tmp_path, family: str, heads: str, f
     for size in (1, world_size):
         with LLMEngine(str(tmp_path / "tiny"), world_size=size, **LIMITS) as engine:
             assert engine.config.max_cached_blocks == 16
-            tokens = engine.generate(PROMPTS, PARAMS)["token_ids"]
+            result = engine.generate(PROMPTS, PARAMS)
+            tokens = result["token_ids"]
+            assert [entry.token_id for entry in result["logprobs"][-1]] == tokens[-1]
+            assert [entry.token_id for entry in result["prompt_logprobs"][-1][1:]] == PROMPTS[-1][1:]
             assert engine.stats()["preemptions"] > 0
             results.append((tokens, logits_of(engine.runner)))
     (expected, expected_logits), (found, found_logits) = results

@@ -53,6 +53,19 @@ def integers(low: int, high: int) -> Rule:
     )
 
 
+def weights(low: float, high: float, top: int) -> Rule:
+    """A tuple of pairs, each a whole number from 0 to `top` and a number in `[low, high]`; no whole number twice."""
+    key, value_ = integer(0, top), number(low, high)
+
+    def accepts(value: object) -> bool:
+        if not isinstance(value, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+            return False
+        keys = [pair[0] for pair in value]
+        return all(map(key.accepts, keys)) and len({*keys}) == len(keys) and all(value_.accepts(v) for _, v in value)
+
+    return Rule(f"a mapping from token ids to {value_.allowed.replace('a finite number', 'finite numbers')}", accepts)
+
+
 def positive_numbers() -> Rule:
     """A tuple of finite numbers above zero."""
     element = number(0, above=True)

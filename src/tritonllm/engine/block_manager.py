@@ -164,6 +164,8 @@ class BlockManager:
         """Blocks that already hold the sequence's first tokens, never all of them."""
         hits: list[int] = []
         uid = ROOT_PREFIX
+        if seq.wants_prompt_logprobs:  # of every token, so each has to be computed
+            return hits
         for index in range((len(seq) - 1) // self.block_size):
             block_id = self._prefixes.get(_prefix_key(uid, seq.block(index)))
             if block_id is None:

@@ -51,7 +51,7 @@ class Completion:
             token_ids = self._text_token_ids(self._num_read)
             self._num_read += len(token_ids)
             piece = self._detokenizer.add(token_ids, last)
-            if self._stops is not None:
+            if self._stops is not None and self.seq.num_completion_tokens > self.seq.sampling_params.min_tokens:
                 piece = self._stops.add(piece, last)
             if piece:
                 self._pieces.append(piece)
@@ -90,6 +90,8 @@ class Completion:
             seq.num_cached_tokens,
             seq.stop_reason,
             self.sample,
+            None if seq.sampling_params.logprobs is None else seq.logprobs,
+            None if seq.sampling_params.prompt_logprobs is None else [None, *seq.prompt_logprobs],
             self.text,
         )
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-DecodeForward = Callable[[int, bool], None]
-"""`forward(num_rows, plain)`: one decode step of the first rows; `plain` takes the token end of the model."""
+from tritonllm.engine.sequence import ENDS, Choice
+
+DecodeForward = Callable[[int, Choice], None]
+"""`forward(num_rows, end)`: one decode step of the first rows, whose tokens are chosen in this way."""
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -48,7 +50,7 @@ class DecodeGraphs:
     def __init__(self, forward: DecodeForward, max_rows: int) -> None:
         self.forward = forward
         self.buckets = bucket_sizes(max_rows)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def bucket(self, num_rows: int) -> int:
@@ -56,22 +58,22 @@ class DecodeGraphs:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
     def capture(self, buckets: list[int] | None = None) -> None:
-        """Capture every bucket with both ends, largest first so that the others reuse its memory.
+        """Capture every bucket with every end, largest first so that the others reuse its memory.
 
         Every row must be padding. Each size runs once before its capture, which compiles what it needs.
         """
         for size in sorted(buckets if buckets is not None else self.buckets, reverse=True):
-            for plain in (False, True):
-                graph = capture(partial(self.forward, size, plain), self._pool)
+            for end in ENDS:
+                graph = capture(partial(self.forward, size, end), self._pool)
                 self._pool = self._pool or graph.pool()
-                self._graphs[size, plain] = graph
+                self._graphs[size, end] = graph
 
-    def run(self, num_rows: int, plain: bool) -> None:
+    def run(self, num_rows: int, choice: Choice) -> None:
         """Decode the first `num_rows` rows; rows up to the bucket's size must be padding."""
-        size = self.bucket(num_rows)
-        graph = self._graphs.get((size, plain))
+        size, end = self.bucket(num_rows), choice.end
+        graph = self._graphs.get((size, end))
         if graph is None:
-            self.forward(size, plain)
+            self.forward(size, end)
         else:
             graph.replay()
 

@@ -8,12 +8,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tritonllm.engine.plan import PrefillChunk, RowUpdate
-from tritonllm.engine.sequence import RowSampling
+from tritonllm.engine.control_state import ControlledRow, ControlState
+from tritonllm.engine.plan import PrefillChunk, RowUpdate, choice_of_chunks
+from tritonllm.engine.sequence import Choice, RowSampling
 from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device, upload
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
 from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
+from tritonllm.kernels.row_layout import (
+    CONTROLS,
+    FREQUENCY_PENALTY,
+    HAS_MASK,
+    HAS_PENALTIES,
+    MIN_P,
+    NUM_BIASES,
+    NUM_LOGPROBS,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+)
 from tritonllm.models.attention_metadata import (
     AttentionMetadata,
     DecodeMetadata,
@@ -32,19 +44,24 @@ class SamplingRows:
         temperatures: float32 `[N]`.
         top_ks: int32 `[N]`, 0 for off.
         top_ps: float32 `[N]`, 1 for off.
+        min_ps: float32 `[N]`, 0 for off.
         seeds: int32 `[N, 2]`, low and high word.
+        headers: int32 `[N, >= HEADER]`, all of these.
     """
 
     temperatures: torch.Tensor
     top_ks: torch.Tensor
     top_ps: torch.Tensor
+    min_ps: torch.Tensor
     seeds: torch.Tensor
+    headers: torch.Tensor
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> SamplingRows:
         """Views of int32 rows `[N, >= HEADER]`."""
         floats = rows.view(torch.float32)
-        return cls(floats[:, TEMPERATURE], rows[:, TOP_K], floats[:, TOP_P], rows[:, SEED : SEED + 2])
+        seeds = rows[:, SEED : SEED + 2]
+        return cls(floats[:, TEMPERATURE], rows[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P], seeds, rows)
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,10 @@ class StepInputs:
         last_sequences: int32 `[N]`, their sequences, as rows of the block tables.
         next_positions: int32 `[N]`, positions of the tokens to be sampled.
         sampling: how they are chosen, None if N is 0.
-        plain: all of them greedy or plain temperature.
+        choice: what choosing them takes.
+        controlled: those of the N rows that have controls.
+        followed: `(index of a token, the tokens of its prompt from the next one on)` for each prompt of which log
+            probabilities are reported.
     """
 
     is_prefill: bool
@@ -71,12 +91,22 @@ class StepInputs:
     last_sequences: torch.Tensor
     next_positions: torch.Tensor
     sampling: SamplingRows | None
-    plain: bool
+    choice: Choice
+    controlled: tuple[ControlledRow, ...] = ()
+    followed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def control_state(self, vocab_size: int) -> ControlState | None:
+        """State of the N rows with what those with controls say, made anew; None if no row has any."""
+        if not self.controlled:
+            return None
+        state = ControlState.allocate(len(self.last_tokens), vocab_size, self.input_ids.device)
+        state.write(self.controlled)
+        return state
 
     def attn_of_last(self, workspace: DecodeWorkspace) -> AttentionMetadata:
-        """`attn` that also tells a model that the hidden states of `last_tokens` are all that is wanted."""
+        """`attn` that also tells a model, if it is so, that it is only asked for the hidden states of `last_tokens`."""
         attn = self.attn
-        if not isinstance(attn, PrefillMetadata):
+        if not isinstance(attn, PrefillMetadata) or self.followed:
             return attn
         last = LastTokensMetadata(
             slot_mapping=attn.slot_mapping,
@@ -105,6 +135,16 @@ def _header(token: int, context_len: int, sampling: RowSampling) -> list[int]:
     header[TOP_K] = sampling.top_k
     header[TOP_P] = float_bits(sampling.top_p)
     header[SEED : SEED + 2] = seed_words(sampling.seed)
+    controls = sampling.controls
+    if controls is not None:
+        header[MIN_P] = float_bits(controls.min_p)
+        header[REPETITION_PENALTY] = float_bits(controls.repetition_penalty)
+        header[PRESENCE_PENALTY] = float_bits(controls.presence_penalty)
+        header[FREQUENCY_PENALTY] = float_bits(controls.frequency_penalty)
+        header[CONTROLS] = HAS_PENALTIES if controls.has_penalties else 0
+        header[CONTROLS] |= HAS_MASK if controls.allowed_token_ids is not None else 0
+        header[NUM_BIASES] = len(controls.biases)
+        header[NUM_LOGPROBS] = 1 + controls.num_logprobs
     return header
 
 
@@ -200,7 +240,7 @@ class PrefillLayout:
             tiles[: len(cut)] = cut
         return buffer
 
-    def inputs(self, buffer: torch.Tensor, plain: bool) -> StepInputs:
+    def inputs(self, buffer: torch.Tensor, choice: Choice) -> StepInputs:
         """Views of a device buffer of this layout."""
         views = [buffer[section] for section in self.sections]
         attn = PrefillMetadata(
@@ -212,18 +252,21 @@ class PrefillLayout:
             tile_rows=self.tile_rows,
         )
         sampling = SamplingRows.of(views[10].view(self.num_sampled, HEADER)) if self.num_sampled else None
-        return StepInputs(True, views[0], views[1], attn, views[7], views[8], views[9], sampling, plain)
-
-
-def are_plain(chunks: list[PrefillChunk]) -> bool:
-    """Whether every token that these chunks sample is greedy or of plain temperature."""
-    return all(chunk.sampling.is_plain for chunk in chunks if chunk.sample)
+        return StepInputs(True, views[0], views[1], attn, views[7], views[8], views[9], sampling, choice)
 
 
 def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device) -> StepInputs:
     """Inputs of prompt chunks, at least one, in tiles of `tile_rows` query rows."""
     layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows)
-    return layout.inputs(to_device(layout.pack(chunks, block_size), device), are_plain(chunks))
+    inputs = layout.inputs(to_device(layout.pack(chunks, block_size), device), choice_of_chunks(chunks))
+    controlled = tuple(
+        ControlledRow(row, chunk.sampling.controls, chunk.seen)
+        for row, chunk in enumerate(chunk for chunk in chunks if chunk.sample)
+        if chunk.sampling.controls is not None
+    )
+    starts = itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
+    followed = ((start, chunk.next_token_ids) for start, chunk in zip(starts, chunks, strict=False))
+    return replace(inputs, controlled=controlled, followed=tuple(entry for entry in followed if entry[1]))
 
 
 def chunk_inputs(
@@ -257,5 +300,5 @@ def decode_inputs(
     )
     matrix = rows.view(len(updates), width)
     attn = DecodeMetadata(slots_, matrix[:, HEADER:], context_lens_, workspace)
-    plain = all(update.sampling.is_plain for update in updates)
-    return StepInputs(False, ids, positions_, attn, last, last, context_lens_, SamplingRows.of(matrix), plain)
+    choice = max(update.sampling.choice for update in updates)
+    return StepInputs(False, ids, positions_, attn, last, last, context_lens_, SamplingRows.of(matrix), choice)

@@ -11,16 +11,18 @@ from typing import Any
 
 from tritonllm.config import EngineConfig
 from tritonllm.engine.completion import Completion
+from tritonllm.engine.controls import check_controls
 from tritonllm.engine.launch_place import launch_place
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput, as_result
 from tritonllm.engine.progress import show_progress
-from tritonllm.engine.prompts import Prompt, as_params_list, as_requests, tokenize, tokenize_chat
+from tritonllm.engine.prompts import Prompt, as_continued, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.samples import samples_of
 from tritonllm.engine.scheduler import Scheduler
 from tritonllm.engine.step_loop import StepLoop
-from tritonllm.errors import RequestError
+from tritonllm.errors import EngineError, RequestError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.sampling_params import SamplingParams
 
@@ -174,9 +176,10 @@ class LLMEngine:
 
         Returns:
             Lists in the order of the prompts: `text`, `token_ids`, `finish_reason` ("stop", "length", "abort" or
-            "error"), `stop_reason` (the token id or stop string that stopped it, else None), `usage` (token counts) and
-            `errors` (None, or why that request failed). With `SamplingParams.n` above 1 an entry is the list of that
-            prompt's completions, but for `usage`.
+            "error"), `stop_reason` (the token id or stop string that stopped it, else None), `usage` (token counts),
+            `errors` (None, or why that request failed), and `logprobs` and `prompt_logprobs` (None, or a
+            `TokenLogprobs` for each token, where `SamplingParams` asks for them). With `SamplingParams.n` above 1 an
+            entry is the list of that prompt's completions, but for `usage` and `prompt_logprobs`.
 
         Raises:
             RequestError: an argument is bad; names the index of the prompt, and no prompt of the call was queued.
@@ -194,6 +197,28 @@ class LLMEngine:
             for completion in completions:
                 outputs[completion.index].append(completion.output())
             return as_result(outputs)
+
+    def score(self, prompts: Prompt | ListOf[Prompt], continuations: ListOf[Any]) -> list[list[TokenLogprobs]]:
+        """Log probabilities of given continuations under the model, computed as prompts are.
+
+        Args:
+            prompts: strings or lists of token ids, or one of them.
+            continuations: a list of token ids for each prompt, or one for one prompt.
+
+        Returns: for each prompt, an entry for each token of its continuation.
+
+        Raises:
+            RequestError: an argument is bad, or a prompt with its continuation leaves no room for one more token.
+            EngineError: a request failed, besides the reasons of every method.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        wholes = as_continued(prompts, continuations, self.tokenizer, self.model_config.vocab_size)
+        result = self.generate([prompt + continuation for prompt, continuation in wholes], params)
+        for index, error in enumerate(result["errors"]):
+            if error is not None:
+                raise EngineError(f"prompt {index}: {error}")
+        entries = zip(result["prompt_logprobs"], wholes, strict=True)
+        return [logprobs[len(prompt) :] for logprobs, (prompt, _) in entries]
 
     def stream(
         self,
@@ -278,6 +303,7 @@ class LLMEngine:
             raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids, or set the tokenizer key")
         token_ids = tokenize(prompt, self.tokenizer, self.model_config.vocab_size)
         self.scheduler.check(len(token_ids), params.max_model_length)
+        check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids)
         return token_ids
 
     def _check_all(

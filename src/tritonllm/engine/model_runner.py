@@ -6,22 +6,24 @@ Every line here runs for every token. Think twice before adding one.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from typing import Any
 
 import torch
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.engine.inputs import SamplingRows, StepInputs, chunk_inputs, decode_inputs, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
+from tritonllm.engine.logprobs import StepLogprobs
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
 from tritonllm.engine.ranks import Ranks, start_ranks
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.row_changes import apply_row_changes
-from tritonllm.engine.sequence import Sequence
+from tritonllm.engine.sequence import ENDS, Choice, Sequence
+from tritonllm.engine.step_results import StepResults
 from tritonllm.engine.token_choice import TokenChoice
 from tritonllm.engine.warm_up import warm_up_prefills
 from tritonllm.errors import EngineError
@@ -78,10 +80,9 @@ class ModelRunner:
             self.model = build_model(self.resolved, tp)
             if others := self.ranks or self._event:
                 others.wait_until_loaded()
-            self._choose = TokenChoice(self.model)
             self._make_state(tp)
         self._thread = threading.local()
-        self._unread: deque[tuple[torch.Tensor, Any, StepPlan]] = deque()
+        self.logprobs: StepLogprobs | None = None
         self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
         self.prefill_graphs = self.make_prefill_graphs(self.device.type != "cpu" and not self.config.enforce_eager)
         self._make_pool()
@@ -95,7 +96,10 @@ class ModelRunner:
         width = -(-(HEADER + table_width) // 16) * 16
         self._block_bytes = bytes_per_block(model, self.block_size, self.num_kv_heads, self.dtype)
         self.rows = torch.zeros(self.max_num_rows, width, dtype=torch.int32, device=self.device)
-        self.sampled = torch.zeros(2 * self.max_num_rows, dtype=torch.int32, device=self.device)
+        self.results = StepResults(self.max_num_rows, model.vocab_size, self.device)
+        self.sampled = self.results.tokens
+        self._choose = TokenChoice(self.model, self.results)
+        self.controls = ControlState.allocate(self.max_num_rows, model.vocab_size, self.device)
         heads = num_heads, self.num_kv_heads, model.head_dim
         self.workspace = DecodeWorkspace.allocate(self.max_num_rows, *heads, self.device)
 
@@ -140,8 +144,8 @@ class ModelRunner:
 
     def _decode_every_size(self) -> None:
         for size in self.graphs.buckets:
-            for plain in (False, True):
-                self._decode(size, plain)
+            for end in ENDS:
+                self._decode(size, end)
 
     def warmup_model(self) -> int:
         """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
@@ -193,36 +197,28 @@ class ModelRunner:
         """Queue a step of this rank: changed rows, then the decode rows, then the prompt chunks."""
         if plan.zero_blocks:
             self.pool.zero(torch.tensor(plan.zero_blocks, device=self.device))
-        apply_row_changes(plan, self.rows, self.sampled)
+        apply_row_changes(plan, self.rows, self.sampled, self.controls)
         if plan.num_decode_rows:
-            self.graphs.run(plan.num_decode_rows, plan.plain_decode)
+            self.graphs.run(plan.num_decode_rows, plan.choice)
         if plan.chunks:
             self.prefill_graphs.run(plan.chunks)
-        if self.rank:
-            return  # every rank chose the same tokens; rank 0 reads them
-        on_gpu = self.device.type == "cuda"
-        host = torch.empty_like(self.sampled, device="cpu", pin_memory=on_gpu)
-        host.copy_(self.sampled, non_blocking=True)
-        done = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-        self._unread.append((host, done, plan))
+        if not self.rank:  # every rank chose the same tokens; rank 0 reads them
+            self.results.send(plan)
 
     def collect(self) -> list[int]:
         """Wait for the oldest launched step: one token for each decode row, then one for each chunk that samples.
 
+        What the step reports of them is in `logprobs` until the next call.
+
         Raises:
             EngineError: every launched step has been collected.
         """
-        if not self._unread:
+        if not len(self.results):
             raise EngineError("collect() was called without a launched step; call launch(plan) first")
-        host, done, plan = self._unread.popleft()
-        if self.ranks is not None:
-            self.ranks.wait(done)
-        elif done is not None:
-            done.synchronize()
-        tokens, num_sampled = host.tolist(), sum(chunk.sample for chunk in plan.chunks)
-        return tokens[: plan.num_decode_rows] + tokens[self.max_num_rows : self.max_num_rows + num_sampled]
+        tokens, self.logprobs = self.results.receive(None if self.ranks is None else self.ranks.wait)
+        return tokens
 
-    def _decode(self, num_rows: int, plain: bool) -> None:
+    def _decode(self, num_rows: int, end: Choice) -> None:
         """One decode step of the first rows, from last tokens to next tokens; this is what a graph captures."""
         rows = self.rows[:num_rows]
         input_ids, positions, slots, context_lens = load_rows(
@@ -231,20 +227,24 @@ class ModelRunner:
         order = longest_first(context_lens) if num_rows > FEW_ROWS else None
         attn = DecodeMetadata(slots, rows[:, HEADER:], context_lens, self.workspace, order)
         hidden = self.model(input_ids, positions, self.pool.layers, attn)
-        tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, plain)
+        tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, end, self.controls.first(num_rows), 0)
         advance_rows(self.rows, tokens, self.sampled[:num_rows])
 
     def _prefill(self, inputs: StepInputs) -> None:
         """Run prompt chunks and sample for those that end a prompt."""
         attn = inputs.attn_of_last(self.workspace)
         hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
+        if inputs.followed:
+            self._choose.report_prompts(hidden, inputs.followed)
         if inputs.sampling is None:
             return
         # A model may have returned those rows alone. If all tokens are wanted they are the same, as they come in order.
         if len(hidden) != len(inputs.last_tokens):
             hidden = hidden.index_select(0, inputs.last_tokens)
-        tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.plain)
-        self.sampled[self.max_num_rows : self.max_num_rows + len(tokens)].copy_(tokens)
+        state = inputs.control_state(self.resolved.config.vocab_size)
+        first = self.max_num_rows
+        tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.choice.end, state, first)
+        self.sampled[first : first + len(tokens)].copy_(tokens)
 
     # ---- for callers with a scheduler of their own ----
 
@@ -335,8 +335,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._drop_graphs()
-            self._unread.clear()
-            for name in ("model", "_choose", "pool", "rows", "sampled", "workspace"):
+            for name in ("model", "_choose", "pool", "rows", "sampled", "results", "controls", "workspace"):
                 self.__dict__.pop(name, None)
         finally:
             (self.ranks or self.tp).close()

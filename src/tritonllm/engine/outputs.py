@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tritonllm.engine.logprobs import TokenLogprobs
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -21,6 +23,8 @@ class RequestOutput:
         num_cached_tokens: tokens of it that the prefix cache held when it was admitted.
         stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
         sample: which of the prompt's completions it is, 0 unless `SamplingParams.n` asks for several.
+        logprobs: an entry for each token, if they were asked for.
+        prompt_logprobs: an entry for each token of the prompt, None for the first; if they were asked for.
     """
 
     seq_id: int
@@ -31,6 +35,8 @@ class RequestOutput:
     num_cached_tokens: int
     stop_reason: int | str | None = None
     sample: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     _decode: Callable[[], str] = field(default=str, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[int | list[int]]:
@@ -79,7 +85,7 @@ def as_result(outputs: list[list[RequestOutput]]) -> dict[str, list[Any]]:
 
     Args:
         outputs: the samples of each prompt. Of several, an entry is their list, but for `usage`, which counts their
-            tokens together and those of the prompt once.
+            tokens together and those of the prompt once, and `prompt_logprobs`, which are one prompt's.
     """
     return {
         "text": [_entry([output.text for output in samples]) for samples in outputs],
@@ -91,6 +97,8 @@ def as_result(outputs: list[list[RequestOutput]]) -> dict[str, list[Any]]:
             for samples in outputs
         ],
         "errors": [_entry([output.error for output in samples]) for samples in outputs],
+        "logprobs": [_entry([output.logprobs for output in samples]) for samples in outputs],
+        "prompt_logprobs": [samples[0].prompt_logprobs for samples in outputs],
     }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tritonllm.engine.sequence import RowSampling, Sequence
+from tritonllm.engine.controls import Seen
+from tritonllm.engine.sequence import Choice, RowSampling, Sequence
 
 
 class RowUpdate(NamedTuple):
@@ -22,6 +23,7 @@ class RowUpdate(NamedTuple):
         context_len: keys of the row once this step's token is stored.
         block_table: its blocks.
         sampling: how its next token is chosen.
+        seen: the tokens before its last, if penalties have to know them.
     """
 
     row: int
@@ -30,6 +32,7 @@ class RowUpdate(NamedTuple):
     context_len: int
     block_table: list[int]
     sampling: RowSampling
+    seen: Seen | None = None
 
 
 class PrefillChunk(NamedTuple):
@@ -41,6 +44,9 @@ class PrefillChunk(NamedTuple):
         block_table: blocks of the whole sequence.
         sample: True for the last chunk of a prompt, whose last position yields a token.
         sampling: how that token is chosen.
+        seen: the tokens before it, if penalties have to know them.
+        next_token_ids: the tokens of the prompt that follow the first, second, ... of the chunk, if their log
+            probabilities are wanted.
     """
 
     token_ids: list[int]
@@ -48,6 +54,8 @@ class PrefillChunk(NamedTuple):
     block_table: list[int]
     sample: bool
     sampling: RowSampling
+    seen: Seen | None = None
+    next_token_ids: tuple[int, ...] = ()
 
     @property
     def context_len(self) -> int:
@@ -63,7 +71,7 @@ class StepPlan:
         row_updates: rows to write before that.
         cleared_rows: rows that become padding.
         new_blocks: `(row, index in its table, block)` of rows that grew.
-        plain_decode: every decode row is greedy or plain temperature.
+        choice: what choosing the tokens of the decode rows takes.
         chunks: prompt chunks.
         zero_blocks: blocks to zero first.
     """
@@ -72,7 +80,7 @@ class StepPlan:
     row_updates: list[RowUpdate] = field(default_factory=list)
     cleared_rows: list[int] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    plain_decode: bool = True
+    choice: Choice = Choice.PLAIN
     chunks: list[PrefillChunk] = field(default_factory=list)
     zero_blocks: list[int] = field(default_factory=list)
 
@@ -86,6 +94,21 @@ class StepPlan:
         """Tokens that this step computes."""
         return self.num_decode_rows + sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    @property
+    def reports(self) -> bool:
+        """Whether log probabilities of tokens that this step chooses are read."""
+        return max(self.choice, choice_of_chunks(self.chunks)) is Choice.REPORTED
+
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether log probabilities of tokens of prompts are read."""
+        return any(chunk.next_token_ids for chunk in self.chunks)
+
+
+def choice_of_chunks(chunks: list[PrefillChunk]) -> Choice:
+    """What choosing the tokens that these chunks sample takes."""
+    return max((chunk.sampling.choice for chunk in chunks if chunk.sample), default=Choice.PLAIN)
+
 
 def row_update(seq: Sequence, row: int) -> RowUpdate:
     """The whole row of a sequence whose newest token is about to be stored."""
@@ -97,6 +120,7 @@ def row_update(seq: Sequence, row: int) -> RowUpdate:
         context_len=seq.length,
         block_table=list(seq.block_table),
         sampling=seq.sampling,
+        seen=seq.seen(seq.length - 1),
     )
 
 
@@ -110,6 +134,8 @@ def prefill_chunk(seq: Sequence, num_tokens: int) -> PrefillChunk:
         block_table=list(seq.block_table),
         sample=stop == len(seq),
         sampling=seq.sampling,
+        seen=seq.seen(stop) if stop == len(seq) else None,
+        next_token_ids=seq.next_prompt_tokens(start, stop),
     )
 
 
@@ -128,5 +154,5 @@ def plan_of(seqs: list[Sequence], is_prefill: bool, num_rows: int) -> StepPlan:
         num_decode_rows=len(seqs),
         row_updates=updates,
         cleared_rows=list(range(len(seqs), num_rows)),
-        plain_decode=all(seq.sampling.is_plain for seq in seqs),
+        choice=max((seq.sampling.choice for seq in seqs), default=Choice.PLAIN),
     )

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from tritonllm.engine.cuda_graphs import capture
-from tritonllm.engine.inputs import PrefillLayout, StepInputs, are_plain, chunk_inputs
-from tritonllm.engine.plan import PrefillChunk
+from tritonllm.engine.inputs import PrefillLayout, StepInputs, chunk_inputs
+from tritonllm.engine.plan import PrefillChunk, choice_of_chunks
+from tritonllm.engine.sequence import Choice
 from tritonllm.engine.upload import on_host, to_device
 from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512)
 MAX_SEQS = 8
 MAX_TABLE_WIDTH = 256
+
+# Prompts with controls come with state of their own, which lies elsewhere each time.
+_CAPTURED = (Choice.FILTERED, Choice.PLAIN)
 
 
 def prefill_layouts(max_tokens: int, max_seqs: int, table_width: int, tile_rows: int) -> list[PrefillLayout]:
@@ -58,36 +62,36 @@ class PrefillGraphs:
         self.tiling = tiling
         self.device = device
         self._buffers = [to_device(layout.pack([], block_size), device) for layout in layouts]
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def capture(self) -> None:
-        """Capture every layout with both ends of the model, largest first, on buffers that hold padding alone."""
+        """Capture every layout in both ways, largest first, on buffers that hold padding alone."""
         for index in reversed(range(len(self.layouts))):
-            for plain in (False, True):
-                graph = capture(self._call(index, plain), self._pool)
+            for choice in _CAPTURED:
+                graph = capture(self._call(index, choice), self._pool)
                 self._pool = self._pool or graph.pool()
-                self._graphs[index, plain] = graph
+                self._graphs[index, choice] = graph
 
     def run_every_layout(self) -> None:
-        """Run every layout with both ends of the model, on buffers that hold padding alone, without capturing."""
+        """Run every layout in both ways, on buffers that hold padding alone, without capturing."""
         for index in range(len(self.layouts)):
-            for plain in (False, True):
-                self._call(index, plain)()
+            for choice in _CAPTURED:
+                self._call(index, choice)()
 
     def run(self, chunks: list[PrefillChunk]) -> None:
         """Run prompt chunks, at least one."""
         needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)
         index = next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
-        if index is None:
+        choice = choice_of_chunks(chunks)
+        if index is None or choice not in _CAPTURED or any(chunk.next_token_ids for chunk in chunks):
             self.forward(chunk_inputs(chunks, self.block_size, self.tiling, self.device))
             return
         packed = on_host(self.layouts[index].pack(chunks, self.block_size), self.device)
         self._buffers[index].copy_(packed, non_blocking=True)
-        plain = are_plain(chunks)
-        graph = self._graphs.get((index, plain))
+        graph = self._graphs.get((index, choice))
         if graph is None:
-            self._call(index, plain)()
+            self._call(index, choice)()
         else:
             graph.replay()
 
@@ -96,5 +100,5 @@ class PrefillGraphs:
         self._graphs.clear()
         self._pool = None
 
-    def _call(self, index: int, plain: bool) -> Callable[[], None]:
-        return partial(self.forward, self.layouts[index].inputs(self._buffers[index], plain))
+    def _call(self, index: int, choice: Choice) -> Callable[[], None]:
+        return partial(self.forward, self.layouts[index].inputs(self._buffers[index], choice))

@@ -142,3 +142,25 @@ def as_requests(
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}") from error
     return checked
+
+
+def as_continued(
+    prompts: Prompt | TokenIds[Prompt], continuations: TokenIds[Any], tokenizer: Any, vocab_size: int
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids of every prompt and of its continuation, given as token ids.
+
+    Raises:
+        RequestError: there are more of one than of the other, or one is no list of tokens; names its index.
+    """
+    listed, continued = as_prompt_list(prompts), as_prompt_list(continuations)
+    if len(listed) != len(continued):
+        raise RequestError(f"{len(listed)} prompts but {len(continued)} continuations; give one for each prompt")
+    pairs = []
+    for index, (prompt, continuation) in enumerate(zip(listed, continued, strict=True)):
+        if isinstance(continuation, str) or not continuation:
+            raise RequestError(f"continuation {index} is {continuation!r}; give at least one token id")
+        try:
+            pairs.append((tokenize(prompt, tokenizer, vocab_size), tokenize(continuation, None, vocab_size)))
+        except RequestError as error:
+            raise RequestError(f"prompt {index} or its continuation: {error}") from error
+    return pairs

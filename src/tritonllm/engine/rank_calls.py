@@ -7,21 +7,22 @@ import struct
 from typing import Any
 
 from tritonllm.engine.plan import StepPlan
+from tritonllm.engine.sequence import Choice
 
-_UNCHANGED_STEP = struct.Struct("=cI?")
+_UNCHANGED_STEP = struct.Struct("=cIB")
 _STEP, _PICKLE = b"s", b"p"
 
 
 def encode_call(method: str, args: tuple[Any, ...]) -> bytes:
     """Bytes of a call; an unchanged decode step is always of the same few."""
     if method == "launch" and len(args) == 1 and isinstance(args[0], StepPlan) and args[0].is_unchanged:
-        return _UNCHANGED_STEP.pack(_STEP, args[0].num_decode_rows, args[0].plain_decode)
+        return _UNCHANGED_STEP.pack(_STEP, args[0].num_decode_rows, args[0].choice)
     return _PICKLE + pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL)
 
 
 def decode_call(data: bytes | bytearray) -> tuple[str, tuple[Any, ...]]:
     """`(method, args)` of what `encode_call` made."""
     if data[:1] == _STEP:
-        _, num_decode_rows, plain = _UNCHANGED_STEP.unpack(data)
-        return "launch", (StepPlan(num_decode_rows=num_decode_rows, plain_decode=plain),)
+        _, num_decode_rows, choice = _UNCHANGED_STEP.unpack(data)
+        return "launch", (StepPlan(num_decode_rows=num_decode_rows, choice=Choice(choice)),)
     return pickle.loads(memoryview(data)[1:])

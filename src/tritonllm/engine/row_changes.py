@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from tritonllm.engine.control_state import ControlledRow, ControlState
 from tritonllm.engine.inputs import pack_row
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.upload import upload
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, TOKEN
 
 
-def apply_row_changes(plan: StepPlan, rows: torch.Tensor, sampled: torch.Tensor) -> None:
-    """Write the rows that a step changes, in one upload.
+def apply_row_changes(plan: StepPlan, rows: torch.Tensor, sampled: torch.Tensor, controls: ControlState) -> None:
+    """Write the rows that a step changes, in one upload; rows with controls take a second one.
 
     Args:
         plan: says which.
         rows: int32 `[max_num_rows, width]`, the decode rows.
         sampled: int32, the tokens of the step before, where a row may take its own from.
+        controls: what the rows say about single tokens.
     """
     width = rows.shape[1]
     cells = [(row * width + CONTEXT_LEN, 0) for row in plan.cleared_rows]
@@ -43,3 +45,10 @@ def apply_row_changes(plan: StepPlan, rows: torch.Tensor, sampled: torch.Tensor)
         on_device = sampled[sources.clamp(min=0).long()]
         matrix[:, TOKEN] = torch.where(sources >= 0, on_device, matrix[:, TOKEN])
         rows[:, :used].index_copy_(0, changed.long(), matrix)
+        controlled = [
+            ControlledRow(update.row, update.sampling.controls, update.seen)
+            for update in updates
+            if update.sampling.controls is not None
+        ]
+        if controlled:
+            controls.write(controlled)

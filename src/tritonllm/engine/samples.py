@@ -20,7 +20,8 @@ def samples_of(token_ids: TokenIds[int], params: SamplingParams, block_size: int
     """
     own = seed if params.seed is None else params.seed
     first = Sequence(token_ids, params, block_size=block_size, seed=own)
-    others = (replace(params, seed=sample_seed(own, sample)) for sample in range(1, params.n))
+    # The first one reports on the prompt; to do so it takes nothing from the prefix cache, where the others find it.
+    others = (replace(params, seed=sample_seed(own, i), prompt_logprobs=None) for i in range(1, params.n))
     return [first, *(Sequence(token_ids, other, block_size=block_size) for other in others)]
 
 

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
 
 from tritonllm.engine.block_manager import BlockManager
+from tritonllm.engine.controls import controls_of
+from tritonllm.engine.in_flight import InFlight
+from tritonllm.engine.logprobs import StepLogprobs
 from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
 from tritonllm.engine.rows import RowPlacement
 from tritonllm.engine.scheduler_messages import check_prompt_length, describe_state
-from tritonllm.engine.sequence import Sequence, SequenceStatus
+from tritonllm.engine.sequence import Choice, Sequence, SequenceStatus
 from tritonllm.engine.steady_batch import SteadyBatch
 from tritonllm.errors import EngineError
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """The sequences of one launched step, in the order in which its tokens come back."""
-
-    decoded: list[Sequence]
-    prefilled: list[tuple[Sequence, PrefillChunk]]
 
 
 class Scheduler:
@@ -64,7 +58,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._rows = RowPlacement()
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._steady: SteadyBatch | None = None
         self._finished: list[Sequence] = []
         self._admissions = 0
@@ -100,6 +94,8 @@ class Scheduler:
         for sample in (seq, *other_samples):
             sample.max_length = min(limit for limit in limits if limit is not None)
             sample.end_token_ids = eos_token_ids.union(params.stop_token_ids)
+            controls = controls_of(sample.sampling_params, seq.num_prompt_tokens, sample.end_token_ids)
+            sample.sampling = sample.sampling._replace(controls=controls)
             sample.status = SequenceStatus.WAITING
         for sample in other_samples:
             seq.held_samples.append(sample)
@@ -130,7 +126,7 @@ class Scheduler:
         if self._steady is not None:
             steady_plan = self._steady.next_step(self.block_manager)
             if steady_plan is not None:
-                self._in_flight.append(_InFlight(self._steady.decoded, []))
+                self._in_flight.append(InFlight(self._steady.decoded, []))
                 return steady_plan
             self._steady = None
         decoding, new_blocks, stalled = self._schedule_decode()
@@ -147,7 +143,7 @@ class Scheduler:
             row_updates=rows.updates,
             cleared_rows=rows.cleared,
             new_blocks=rows.grown,
-            plain_decode=all(seq.sampling.is_plain for seq in decoding),
+            choice=max((seq.sampling.choice for seq in decoding), default=Choice.PLAIN),
             chunks=[chunk for _, chunk in prefilled],
             zero_blocks=self.block_manager.take_blocks_to_zero(),
         )
@@ -167,22 +163,25 @@ class Scheduler:
                 seq.status = SequenceStatus.RUNNING
                 self.prefilling.remove(seq)
                 self.running.append(seq)
-        self._in_flight.append(_InFlight(rows.sequences, prefilled))
+        self._in_flight.append(InFlight(rows.sequences, prefilled))
         if not (prefilled or self.prefilling or stalled):
-            self._steady = SteadyBatch(rows.sequences, plan.plain_decode, self.block_size)
+            self._steady = SteadyBatch(rows.sequences, plan.choice, self.block_size)
         return plan
 
-    def postprocess(self, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(self, token_ids: list[int], logprobs: StepLogprobs | None = None) -> list[Sequence]:
         """Take in the tokens of the oldest step in flight.
 
         Args:
             token_ids: one for each decode row, then one for each chunk that samples; -1 where the model's output was
                 NaN.
+            logprobs: what the step reports.
 
         Returns:
             The requests found finished, each once in its life, aborted ones among them.
         """
         step = self._in_flight.popleft()
+        if logprobs is not None:
+            step.record_logprobs(token_ids, logprobs)
         tokens = iter(token_ids)
         block_size = self.block_size
         for seq, token in zip(step.decoded, tokens, strict=False):

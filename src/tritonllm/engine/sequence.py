@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as TokenIds
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
+from tritonllm.engine.controls import RowControls, Seen, controls_of
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.sampling_params import SamplingParams
 
 _next_seq_id = itertools.count().__next__
@@ -21,6 +23,28 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+class Choice(IntEnum):
+    """What choosing a token takes; a step takes what its most demanding row does."""
+
+    PLAIN = 0
+    """Greedy or plain temperature: a token can be chosen without looking at a whole row of logits at once."""
+    FILTERED = 1
+    """Top-k or top-p."""
+    CONTROLLED = 2
+    """Whatever else there is."""
+    REPORTED = 3
+    """As CONTROLLED, and log probabilities are read."""
+
+    @property
+    def end(self) -> Choice:
+        """The end of a forward pass that does this: one of `ENDS`."""
+        return min(self, Choice.CONTROLLED)
+
+
+ENDS = (Choice.CONTROLLED, Choice.FILTERED, Choice.PLAIN)
+"""Ends of a forward pass, those that need most memory first."""
+
+
 class RowSampling(NamedTuple):
     """How the next token of a sequence is chosen, as plain numbers."""
 
@@ -28,11 +52,15 @@ class RowSampling(NamedTuple):
     top_k: int
     top_p: float
     seed: int
+    controls: RowControls | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Greedy or plain temperature: a token can be chosen without looking at a whole row of logits at once."""
-        return self.temperature == 0 or (self.top_k == 0 and self.top_p == 1)
+    def choice(self) -> Choice:
+        """What choosing the token takes."""
+        if self.controls is not None:
+            return Choice.CONTROLLED if self.controls.num_logprobs < 0 else Choice.REPORTED
+        is_plain = self.temperature == 0 or (self.top_k == 0 and self.top_p == 1)
+        return Choice.PLAIN if is_plain else Choice.FILTERED
 
 
 class Sequence:
@@ -46,9 +74,11 @@ class Sequence:
         num_prompt_tokens: length of the prompt.
         max_length: prompt and completion end here; set when the scheduler admits the request.
         end_token_ids: ids that end the text; set then, too.
-        sampling: how its tokens are chosen.
+        sampling: how its tokens are chosen; whole once the scheduler has admitted the request.
         finish_reason: "stop", "length", "abort" or "error" once it is finished.
         stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
+        logprobs: what was reported of each token of the completion, if the request asked for that.
+        prompt_logprobs: the same of each token of the prompt but the first.
         block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
         num_cached_tokens: tokens found in the prefix cache when the sequence was first admitted.
         num_computed_tokens: tokens whose keys and values are stored, or will be by a step already launched.
@@ -73,7 +103,11 @@ class Sequence:
         self.block_size = block_size
         params = self.sampling_params
         self.sampling = RowSampling(
-            params.temperature, params.top_k, params.top_p, seed if params.seed is None else params.seed
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            seed if params.seed is None else params.seed,
+            controls_of(params, len(token_ids), ()),
         )
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -95,6 +129,8 @@ class Sequence:
         self.token_source = -1
         self.held_samples: list[Sequence] = []
         self.held_in: list[Sequence] | None = None
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -129,6 +165,25 @@ class Sequence:
     def block(self, index: int) -> list[int]:
         """Token ids of one block."""
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def seen(self, stop: int) -> Seen | None:
+        """Prompt and output up to `stop`, if penalties have to know them."""
+        controls = self.sampling.controls
+        if controls is None or not controls.has_penalties:
+            return None
+        return self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens : stop]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are to be reported still; until then every token is computed."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def next_prompt_tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens of the prompt behind positions `start` to `stop - 1`, if their log probabilities are wanted."""
+        if not self.wants_prompt_logprobs:
+            return ()
+        return tuple(self.token_ids[start + 1 : min(stop + 1, self.num_prompt_tokens)])
 
     def append_token(self, token_id: int) -> None:
         """Add a sampled token."""

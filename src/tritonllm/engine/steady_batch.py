@@ -10,7 +10,7 @@ import heapq
 
 from tritonllm.engine.block_manager import BlockManager
 from tritonllm.engine.plan import StepPlan
-from tritonllm.engine.sequence import Sequence
+from tritonllm.engine.sequence import Choice, Sequence
 
 
 class SteadyBatch:
@@ -18,14 +18,14 @@ class SteadyBatch:
 
     Args:
         decoded: sequences of that step, by row.
-        plain: whether all are greedy or of plain temperature.
+        choice: what choosing their tokens takes.
         block_size: tokens a block holds.
     """
 
-    def __init__(self, decoded: list[Sequence], plain: bool, block_size: int) -> None:
+    def __init__(self, decoded: list[Sequence], choice: Choice, block_size: int) -> None:
         self.decoded = decoded
         self._block_size = block_size
-        self._unchanged = StepPlan(num_decode_rows=len(decoded), plain_decode=plain)
+        self._unchanged = StepPlan(num_decode_rows=len(decoded), choice=choice)
         self._step = 0
         self._due = [(self._free_steps(seq), seq.row, seq) for seq in decoded]
         heapq.heapify(self._due)
@@ -44,7 +44,7 @@ class SteadyBatch:
             new_blocks = [
                 (seq.row, len(seq.block_table) - 1, block_id) for seq in due for block_id in manager.append(seq)
             ]
-            plan = StepPlan(num_decode_rows=plan.num_decode_rows, new_blocks=new_blocks, plain_decode=plan.plain_decode)
+            plan = StepPlan(num_decode_rows=plan.num_decode_rows, new_blocks=new_blocks, choice=plan.choice)
             for seq in due:
                 heapq.heappush(self._due, (self._step + self._free_steps(seq), seq.row, seq))
         self._step += 1

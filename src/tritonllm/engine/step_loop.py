@@ -66,7 +66,7 @@ class StepLoop:
             finished = self.scheduler.take_finished()
             # The host stays one step behind: with a step launched just now, read the one before it.
             if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
-                finished += self.scheduler.postprocess(self.runner.collect())
+                finished += self.scheduler.postprocess(self.runner.collect(), self.runner.logprobs)
             if self.watched:
                 finished += self._stop_at_strings()
         except BaseException as error:

@@ -23,7 +23,7 @@ def to_device(values: Sequence[int] | np.ndarray, device: torch.device) -> torch
     return on_host(values, device).to(device, non_blocking=True)
 
 
-def upload(sections: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+def upload(sections: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy lists of 32-bit integers to the device in one transfer that the host does not wait for.
 
     Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.controls import RowControls, Seen
 from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.sequence import RowSampling
 from tritonllm.kernels.decode_splits import distinct_batches
@@ -14,7 +15,7 @@ from tritonllm.kernels.prefill_tiling import PrefillTiling
 def warm_up_prefills(
     config: EngineConfig, tiling: PrefillTiling, num_kv_heads: int, num_sms: int
 ) -> Iterator[tuple[list[PrefillChunk], int]]:
-    """Prompt chunks of one step each, with the rows of their tiles, plain and filtered.
+    """Prompt chunks of one step each, with the rows of their tiles: plain, filtered and with controls.
 
     The largest are `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget. Before them come
     prompts of one token, as many at once as make every difference to a kernel.
@@ -31,7 +32,10 @@ def warm_up_prefills(
     most = min(max_num_rows, config.max_num_batched_tokens)  # prompts that can end in one step
     sizes += [(1, batch, tiling.portable_rows) for batch in distinct_batches(most, num_kv_heads, num_sms)]
     sizes.append((length, count, tiling.rows([length] * count)))
-    for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0)):
+    controls = RowControls(0.1, 2.0, 0.0, 0.0, ((0, 0.0, 0),), (0,), 0)
+    for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0), RowSampling(1.0, 2, 0.5, 0, controls)):
         for chunk_length, chunk_count, tile_rows in sizes:
-            chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling)
+            seen: Seen | None = None if sampling.controls is None else ([0], [])
+            following = (0,) * (0 if seen is None else chunk_length)
+            chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling, seen, following)
             yield [chunk] * chunk_count, tile_rows

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tritonllm.kernels.kept_set import kept_threshold
     from tritonllm.kernels.kv_store import store_kv
     from tritonllm.kernels.launch import Launch
+    from tritonllm.kernels.logit_controls import adjust_logits
+    from tritonllm.kernels.logprobs import token_logprobs
     from tritonllm.kernels.longest_first import longest_first
     from tritonllm.kernels.norm import add_rms_norm, rms_norm
     from tritonllm.kernels.prefill_attention import prefill_attention
@@ -48,6 +50,7 @@ _HOME = {
     "Launch": "tritonllm.kernels.launch",
     "PrefillTiling": "tritonllm.kernels.prefill_tiling",
     "add_rms_norm": "tritonllm.kernels.norm",
+    "adjust_logits": "tritonllm.kernels.logit_controls",
     "advance_rows": "tritonllm.kernels.decode_rows",
     "apply_rope": "tritonllm.kernels.rope",
     "decode_attention": "tritonllm.kernels.decode_attention",
@@ -69,6 +72,7 @@ _HOME = {
     "silu_and_mul": "tritonllm.kernels.activation",
     "skinny_linear": "tritonllm.kernels.skinny_linear",
     "store_kv": "tritonllm.kernels.kv_store",
+    "token_logprobs": "tritonllm.kernels.logprobs",
 }
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "Launch",
     "PrefillTiling",
     "add_rms_norm",
+    "adjust_logits",
     "advance_rows",
     "apply_rope",
     "decode_attention",
@@ -100,6 +105,7 @@ __all__ = [
     "silu_and_mul",
     "skinny_linear",
     "store_kv",
+    "token_logprobs",
 ]
 
 make_lazy(__name__, _HOME)

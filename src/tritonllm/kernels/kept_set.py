@@ -1,7 +1,8 @@
-"""The tokens that top-k and top-p keep, as one threshold a row: the smallest kept logit.
+"""The tokens that top-k, top-p and min-p keep, as one threshold a row: the smallest kept logit, or a bound below it.
 
     top-k: a token stays if fewer than k logits are larger than its own;
-    top-p: a token stays if the mass of larger logits is less than p times the mass that top-k left.
+    min-p: a token stays if its probability is at least min-p times the largest one;
+    top-p: a token stays if the mass of larger logits is less than p times the mass that top-k and min-p left.
 
 So equal logits stay or go together, and the largest always stays. Mass is exp((x - max) / temperature) in fixed point
 with 40 bits: sums of integers do not depend on their order, so neither does the result.
@@ -15,20 +16,14 @@ so a CUDA graph can hold them.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, runs_kernel
+from tritonllm.kernels.logits import TILE, check_column, check_logits, tiling
 from tritonllm.kernels.noise import MIN_TEMPERATURE
 from tritonllm.kernels.reference import sampling as reference
-
-TILE = 4096
-"""Tokens of a program, in this module and in `sampling`."""
-MAX_VOCAB_SIZE = 2**22
-"""So that the mass of a row, up to 2^40 a token, fits 63 bits."""
 
 _BINS = tl.constexpr(256)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -83,6 +78,13 @@ def _search_result(histogram_ptr, state_ptr, top_p, PASSES: tl.constexpr):
 
 
 @triton.jit
+def _min_p_cut(largest, temperature, min_p):
+    """The logit at which a token is min_p times as likely as the likeliest; -inf for a min_p not above 0."""
+    cut = largest + temperature * tl.log(tl.minimum(tl.maximum(min_p, 1e-37), 1.0))
+    return tl.where((min_p > 0.0) & (largest > float("-inf")), cut, float("-inf"))
+
+
+@triton.jit
 def _tile_max_kernel(
     logits_ptr, tile_max_ptr, histograms_ptr, logits_stride, vocab_size, TILE: tl.constexpr, PASSES: tl.constexpr
 ):
@@ -105,12 +107,14 @@ def _narrow_kernel(
     temperatures_ptr,
     top_ks_ptr,
     top_ps_ptr,
+    min_ps_ptr,
     histograms_ptr,
     states_ptr,
     logits_stride,
     temperatures_stride,
     top_ks_stride,
     top_ps_stride,
+    min_ps_stride,
     vocab_size,
     step,
     MASS: tl.constexpr,
@@ -169,6 +173,8 @@ def _narrow_kernel(
         distance = tl.where(x == largest, 0.0, x - largest)
         mass = (tl.exp2(distance * (_LOG2_E / temperature)) * _MASS_SCALE).to(tl.int64)
         if FIRST:
+            if min_ps_ptr is not None:
+                inside = inside & (x >= _min_p_cut(largest, temperature, tl.load(min_ps_ptr + row * min_ps_stride)))
             # All tokens below the cut together hold less than (1 - p) of the mass, so the threshold is above it.
             # They count only for the total, in one sum: most tokens of a peaked row.
             inside = inside & (key >= lowest)
@@ -192,12 +198,14 @@ def _threshold_kernel(
     temperatures_ptr,
     top_ks_ptr,
     top_ps_ptr,
+    min_ps_ptr,
     histograms_ptr,
     states_ptr,
     out_ptr,
     temperatures_stride,
     top_ks_stride,
     top_ps_stride,
+    min_ps_stride,
     vocab_size,
     tiles,
     TILES: tl.constexpr,
@@ -216,42 +224,11 @@ def _threshold_kernel(
         step = row * (2 * PASSES) + tl.where(top_p < 1.0, 2 * PASSES - 1, PASSES - 1)
         key = _search_result(histograms_ptr + step * _BINS, states_ptr + step * 2, top_p, PASSES)
         threshold = _logit_of_key(key, logits_ptr.dtype.element_ty)
+    if min_ps_ptr is not None:
+        min_p = tl.load(min_ps_ptr + row * min_ps_stride)
+        if (temperature >= MIN_TEMPERATURE) & (threshold == threshold):
+            threshold = tl.maximum(threshold, _min_p_cut(tl.max(maxima, axis=0), temperature, min_p))
     tl.store(out_ptr + row, threshold)
-
-
-def check_logits(op: str, logits: torch.Tensor) -> None:
-    """Raise `KernelError` unless logits are [B, V] of a type and layout that the kernels take."""
-    check(logits.dim() == 2, op, lambda: f"logits must be [B, V], not {shape_of(logits)}")
-    check(
-        logits.dtype in (torch.float32, torch.float16, torch.bfloat16),
-        op,
-        lambda: f"logits must be float32, float16 or bfloat16, not {shape_of(logits)}",
-    )
-    check(
-        0 < logits.shape[1] <= MAX_VOCAB_SIZE,
-        op,
-        lambda: f"logits must have 1 to {MAX_VOCAB_SIZE} columns: {shape_of(logits)}",
-    )
-    check(
-        logits.stride(1) == 1, op, lambda: f"the last axis of logits must have stride 1, not strides {logits.stride()}"
-    )
-
-
-def check_column(op: str, name: str, column: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise `KernelError` unless a parameter has one entry (or one pair) a row; any strides will do."""
-    check(
-        column.dtype == dtype and column.shape == shape,
-        op,
-        lambda: f"{name} must be {str(dtype).removeprefix('torch.')}{list(shape)}, not {shape_of(column)}",
-    )
-
-
-@cache
-def tiling(vocab_size: int, tile: int) -> tuple[int, int, int]:
-    """Tokens of a program, a power of two that small vocabularies shrink; programs of a row; lanes to merge those."""
-    tile = max(16, min(tile, triton.next_power_of_2(vocab_size)))
-    tiles = cdiv(vocab_size, tile)
-    return tile, tiles, triton.next_power_of_2(tiles)
 
 
 def plan_kept_threshold(
@@ -261,6 +238,8 @@ def plan_kept_threshold(
     top_ps: torch.Tensor,
     out: torch.Tensor,
     tile: int = TILE,
+    *,
+    min_ps: torch.Tensor | None = None,
 ) -> list[Launch]:
     """Plan of `kept_threshold` into out fp32 [B], with scratch of its own; the result does not depend on the tile."""
     op = "kept_threshold"
@@ -269,6 +248,8 @@ def plan_kept_threshold(
     check_column(op, "temperatures", temperatures, torch.float32, (batch,))
     check_column(op, "top_ks", top_ks, torch.int32, (batch,))
     check_column(op, "top_ps", top_ps, torch.float32, (batch,))
+    if min_ps is not None:
+        check_column(op, "min_ps", min_ps, torch.float32, (batch,))
     tile, tiles, lanes = tiling(vocab_size, tile)
     passes = logits.element_size()  # one for each 8 bits of a key
     tile_max = torch.empty((batch, tiles), dtype=torch.float32, device=logits.device)
@@ -281,6 +262,7 @@ def plan_kept_threshold(
         "temperatures_ptr": temperatures,
         "top_ks_ptr": top_ks,
         "top_ps_ptr": top_ps,
+        "min_ps_ptr": min_ps,
         "histograms_ptr": histograms,
         "states_ptr": states,
     }
@@ -288,6 +270,7 @@ def plan_kept_threshold(
         "temperatures_stride": temperatures.stride(0),
         "top_ks_stride": top_ks.stride(0),
         "top_ps_stride": top_ps.stride(0),
+        "min_ps_stride": 0 if min_ps is None else min_ps.stride(0),
         "vocab_size": vocab_size,
     }
     merged = {"TILES": lanes, "PASSES": passes}
@@ -325,7 +308,11 @@ def plan_kept_threshold(
 
 
 def kept_threshold(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The smallest logit that each row keeps: token v of row b is kept if logits[b, v] >= threshold[b].
 
@@ -334,16 +321,18 @@ def kept_threshold(
         temperatures: fp32 [B], any stride, as the other parameters. Rows below `MIN_TEMPERATURE` use no filter.
         top_ks: int32 [B]; off where not in 1 .. V-1.
         top_ps: fp32 [B]; off where not below 1. At 0 or below only the largest logit stays (with its equals).
+        min_ps: fp32 [B], or None for none; off where not above 0. At 1 only the largest logit stays.
 
     Returns:
-        fp32 [B]: -inf for a row without a filter, NaN for a row that holds NaN.
+        fp32 [B]: -inf for a row without a filter, NaN for a row that holds NaN; where min-p decides, the bound and not
+        a logit.
 
     Raises:
         KernelError: shapes, dtypes or strides do not fit.
     """
     if not runs_kernel(logits):
-        return reference.kept_threshold(logits, temperatures, top_ks, top_ps)
+        return reference.kept_threshold(logits, temperatures, top_ks, top_ps, min_ps)
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    for launch in plan_kept_threshold(logits, temperatures, top_ks, top_ps, out):
+    for launch in plan_kept_threshold(logits, temperatures, top_ks, top_ps, out, min_ps=min_ps):
         launch.run()
     return out

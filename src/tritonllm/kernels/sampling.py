@@ -1,7 +1,7 @@
 """The next token of each row of logits [B, V].
 
     pick_tokens:    argmax of  logits + temperature * g        (g: Gumbel noise of `noise.py`; greedy without noise)
-    sample_tokens:  the same, over the tokens that top-k and then top-p keep (the rule is in `kept_set.py`)
+    sample_tokens:  the same, over the tokens that top-k, min-p and then top-p keep (the rule is in `kept_set.py`)
 
 Rows below `MIN_TEMPERATURE` are greedy and use no filter. Of equal scores the lowest id wins. A row that holds NaN
 gives -1. A logit of -inf is never chosen unless all are, which gives id 0. A row depends on nothing but its own logits
@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
-from tritonllm.kernels.kept_set import TILE, check_column, check_logits, kept_threshold, tiling
+from tritonllm.kernels.kept_set import kept_threshold
 from tritonllm.kernels.launch import Launch, check, runs_kernel, supports_pdl
+from tritonllm.kernels.logits import TILE, check_column, check_logits, tiling
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log, perturb
 from tritonllm.kernels.reference import sampling as reference
 
@@ -268,12 +269,14 @@ def sample_tokens(
     top_ps: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    min_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A draw from what top-k, then top-p keep; a row that uses neither gets the token of `pick_tokens`.
+    """A draw from what top-k, min-p and then top-p keep; a row that uses none gets the token of `pick_tokens`.
 
     Args:
         logits, temperatures, seeds, positions: as for `pick_tokens`.
         top_ks, top_ps: int32 [B] and fp32 [B], as for `kept_threshold`: 0 and 1 are off.
+        min_ps: fp32 [B], 0 being off, or None.
 
     Returns:
         int32 [B]: token ids, -1 for a row that holds NaN.
@@ -282,6 +285,6 @@ def sample_tokens(
         KernelError: shapes, dtypes or strides do not fit.
     """
     if not runs_kernel(logits):
-        return reference.sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions)
-    thresholds = kept_threshold(logits, temperatures, top_ks, top_ps)
+        return reference.sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions, min_ps)
+    thresholds = kept_threshold(logits, temperatures, top_ks, top_ps, min_ps)
     return _pick(logits, temperatures, seeds, positions, thresholds)

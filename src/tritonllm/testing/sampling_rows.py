@@ -26,6 +26,7 @@ class Rows:
     Attributes:
         temperatures, top_ps: float32 [B].
         top_ks: int32 [B].
+        min_ps: float32 [B]; only where given, and without it ops are called without it.
         seeds: int32 [B, 2], low and high word, any bits.
         positions: int32 [B], at most 0x7FFF.
     """
@@ -37,15 +38,20 @@ class Rows:
         top_p: Sequence[float],
         device: torch.device | str,
         seed: int = 0,
+        min_p: Sequence[float] | None = None,
     ) -> None:
         batch = len(temperature)
         words = torch.randint(-(2**31), 2**31 - 1, (batch, 9), generator=generator(seed), dtype=torch.int32)
+        if min_p is not None:
+            words[:, 4] = torch.tensor(min_p).view(torch.int32)
         words[:, 0] = torch.tensor(temperature).view(torch.int32)
         words[:, 3] = torch.tensor(top_p).view(torch.int32)
         words[:, 5] = torch.tensor(top_k, dtype=torch.int32)
         words[:, 8] &= 0x7FFF
         words = words.to(device)
         self.temperatures, self.top_ps = words.view(torch.float32)[:, 0], words.view(torch.float32)[:, 3]
+        if min_p is not None:
+            self.min_ps = words.view(torch.float32)[:, 4]
         self.top_ks, self.seeds, self.positions = words[:, 5], words[:, 6:8], words[:, 8]
 
     def pick(self, logits: torch.Tensor) -> list[int]:
@@ -55,11 +61,11 @@ class Rows:
     def sample(self, logits: torch.Tensor) -> list[int]:
         """Tokens by `sample_tokens`."""
         parameters = (self.temperatures, self.top_ks, self.top_ps, self.seeds, self.positions)
-        return sample_tokens(logits, *parameters).tolist()
+        return sample_tokens(logits, *parameters, vars(self).get("min_ps")).tolist()
 
     def threshold(self, logits: torch.Tensor) -> torch.Tensor:
         """Thresholds by `kept_threshold`."""
-        return kept_threshold(logits, self.temperatures, self.top_ks, self.top_ps)
+        return kept_threshold(logits, self.temperatures, self.top_ks, self.top_ps, vars(self).get("min_ps"))
 
     def on_cpu(self) -> Rows:
         """The same parameters on the CPU, each contiguous."""
@@ -76,12 +82,16 @@ def strided(logits: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return wide[:, : logits.shape[1]]
 
 
-def kept_by_sort(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def kept_by_sort(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> torch.Tensor:
     """Kept tokens of one row [V], from the definition and a sort, in float64."""
     x = logits.double().cpu()
     kept = torch.ones_like(x, dtype=torch.bool)
     if 0 < top_k < len(x):
         kept = x >= x.sort(descending=True).values[top_k - 1]
+    if min_p > 0:
+        kept &= ((x - x.max()) / temperature).exp() >= min_p
     if top_p < 1:
         ordered = x[kept].sort(descending=True).values
         mass = ((ordered - ordered[0]) / temperature).exp()

@@ -9,6 +9,9 @@ from harness import Case, meta
 
 from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.logit_controls import plan_adjust_logits
+from tritonllm.kernels.logprobs import plan_token_logprobs
+from tritonllm.kernels.row_layout import HEADER, NUM_LOGPROBS
 from tritonllm.kernels.sampling import plan_merge_picks, plan_pick_tokens
 
 _BATCH = 64
@@ -45,7 +48,29 @@ def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     ]
 
 
+def _control(dtype: torch.dtype, whole: bool = False) -> list[Launch]:
+    """`adjust_logits` and `token_logprobs`; whole with min-p on what the first gives and without the top."""
+    logits, adjusted = meta(_BATCH, _VOCAB_SIZE, dtype=dtype), meta(_BATCH, _VOCAB_SIZE, dtype=torch.float32)
+    rows = meta(_BATCH, HEADER + 128, dtype=torch.int32)
+    counts = meta(_BATCH, _VOCAB_SIZE, dtype=torch.int16)
+    masks, biases = meta(_BATCH, _VOCAB_SIZE // 32, dtype=torch.int32), meta(_BATCH, 1024, 3, dtype=torch.int32)
+    tokens, ranks = (meta(_BATCH, dtype=torch.int32) for _ in range(2))
+    floats = rows.view(torch.float32)
+    launches = plan_adjust_logits(logits, rows, counts, masks, biases, adjusted)
+    if whole:
+        thresholds = meta(_BATCH, dtype=torch.float32)
+        launches += plan_kept_threshold(
+            adjusted, floats[:, 2], rows[:, 3], floats[:, 4], thresholds, min_ps=floats[:, 7]
+        )
+    for width in (1, 21) if whole else (21,):
+        outputs = meta(_BATCH, width, dtype=torch.float32), meta(_BATCH, width, dtype=torch.int32), ranks
+        launches += plan_token_logprobs(logits, tokens, rows[:, NUM_LOGPROBS], *outputs)
+    return launches
+
+
 CASES = [
+    Case("controls-bf16", partial(_control, torch.bfloat16, whole=True)),
+    Case("controls-fp32", partial(_control, torch.float32)),
     Case("qwen3-bf16", partial(_sample, torch.bfloat16)),
     Case("qwen3-fp32", partial(_sample, torch.float32)),
     Case(

@@ -21,6 +21,7 @@ from tritonllm.bench.kernels.elementwise import (
     SiluAndMul,
 )
 from tritonllm.bench.kernels.linears import HopperLinear, HopperLinearParts, SkinnyLinear
+from tritonllm.bench.kernels.logits import AdjustLogits, TokenLogprobs
 from tritonllm.bench.kernels.rotation import ApplyRope, RopeStoreKv, StoreKv
 from tritonllm.bench.kernels.sampling import KeptThreshold, MergePicks, PickFromShard, PickTokens, SampleTokens
 from tritonllm.bench.linear_layers import layers_of_config
@@ -31,9 +32,9 @@ from tritonllm.kernels.skinny_linear import MAX_ROWS
 CASES: dict[str, type[Case]] = {
     case.op: case
     for case in (
-        AddRmsNorm, AdvanceRows, ApplyRope, DecodeAttention, FusedDecodeAttention, GeluAndMul, HopperLinear,
-        HopperLinearParts, KeptThreshold, LoadRows, LongestFirst, MergePicks, PickFromShard, PickTokens,
-        PrefillAttention, RmsNorm, RopeStoreKv, SampleTokens, SiluAndMul, SkinnyLinear, StoreKv,
+        AddRmsNorm, AdjustLogits, AdvanceRows, ApplyRope, DecodeAttention, FusedDecodeAttention, GeluAndMul,
+        HopperLinear, HopperLinearParts, KeptThreshold, LoadRows, LongestFirst, MergePicks, PickFromShard, PickTokens,
+        PrefillAttention, RmsNorm, RopeStoreKv, SampleTokens, SiluAndMul, SkinnyLinear, StoreKv, TokenLogprobs,
     )
 }  # fmt: skip
 """By the op's name, all ops of `tritonllm.kernels`."""
@@ -116,6 +117,8 @@ def _decode_cases(model: ModelConfig, normed: bool, batch: int, context: int, bl
         yield SampleTokens(vocab, batch, logits, top_p=0.9)
     yield PickFromShard(-(-vocab // _RANKS), batch)
     yield MergePicks(batch, _RANKS)
+    yield AdjustLogits(vocab, batch)
+    yield TokenLogprobs(vocab, batch)
     yield AdvanceRows(batch, context, block_size)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         store_kv,
     )
     from tritonllm.kernels.reference.linear import hopper_linear, hopper_linear_parts, skinny_linear
+    from tritonllm.kernels.reference.logits import adjust_logits, token_logprobs
     from tritonllm.kernels.reference.sampling import (
         kept_threshold,
         merge_picks,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "add_rms_norm": "tritonllm.kernels.reference.elementwise",
+    "adjust_logits": "tritonllm.kernels.reference.logits",
     "advance_rows": "tritonllm.kernels.reference.elementwise",
     "apply_rope": "tritonllm.kernels.reference.elementwise",
     "decode_attention": "tritonllm.kernels.reference.attention",
@@ -58,10 +60,12 @@ _HOME = {
     "silu_and_mul": "tritonllm.kernels.reference.elementwise",
     "skinny_linear": "tritonllm.kernels.reference.linear",
     "store_kv": "tritonllm.kernels.reference.elementwise",
+    "token_logprobs": "tritonllm.kernels.reference.logits",
 }
 
 __all__ = [
     "add_rms_norm",
+    "adjust_logits",
     "advance_rows",
     "apply_rope",
     "decode_attention",
@@ -82,6 +86,7 @@ __all__ = [
     "silu_and_mul",
     "skinny_linear",
     "store_kv",
+    "token_logprobs",
 ]
 
 make_lazy(__name__, _HOME)

@@ -44,8 +44,10 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, 
     return -torch.where(v < 1 / 32, series, -rest.log()).log()
 
 
-def _kept_from(x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Thresholds of rows without NaN that all use top-k or top-p: x fp32 [R, V], parameters [R, 1]."""
+def _kept_from(
+    x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, cut: torch.Tensor
+) -> torch.Tensor:
+    """Thresholds of rows without NaN that all use a filter: x fp32 [R, V], parameters [R, 1], cut that of min-p."""
     vocab_size = x.shape[1]
     ordered = x.sort(dim=1, descending=True).values
     uses_top_k = (top_k > 0) & (top_k < vocab_size)
@@ -54,23 +56,36 @@ def _kept_from(x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, 
     # A row whose maximum is infinite has no difference to it: equal logits count as one, others as nothing.
     distance = torch.where(ordered == largest, 0.0, ordered - largest)
     mass = ((distance * (_LOG2_E / temperature)).exp2() * MASS_SCALE).long()
-    reached = torch.where(ordered >= kth, mass, 0).cumsum(dim=1)
+    reached = torch.where((ordered >= kth) & (ordered >= cut), mass, 0).cumsum(dim=1)
     needed = (top_p.double() * reached[:, -1:].double()).ceil().long().clamp_(min=1)
     last = torch.searchsorted(reached, needed).clamp_(max=vocab_size - 1)
-    return torch.where(top_p < 1, ordered.gather(1, last), kth)[:, 0]
+    return torch.maximum(torch.where(top_p < 1, ordered.gather(1, last), kth), cut)[:, 0]
+
+
+def _min_p_cut(x: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    largest = x.amax(dim=1, keepdim=True)
+    cut = largest + temperature * min_p.clamp(1e-37, 1.0).log()
+    return torch.where((min_p > 0) & (largest > -torch.inf), cut, -torch.inf)
 
 
 def kept_threshold(
-    logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `tritonllm.kernels.sampling.kept_threshold`."""
     thresholds = torch.full_like(temperatures, -torch.inf, memory_format=torch.contiguous_format)
     thresholds[logits.isnan().any(dim=1)] = torch.nan
-    filters = (top_ps < 1) | ((top_ks > 0) & (top_ks < logits.shape[1]))
+    if min_ps is None:
+        min_ps = torch.zeros_like(temperatures)
+    filters = (top_ps < 1) | ((top_ks > 0) & (top_ks < logits.shape[1])) | (min_ps > 0)
     rows = (filters & (temperatures >= MIN_TEMPERATURE.value) & ~thresholds.isnan()).nonzero()[:, 0]
     if len(rows):
-        parameters = (values[rows, None] for values in (temperatures, top_ks, top_ps))
-        thresholds[rows] = _kept_from(logits[rows].float(), *parameters)
+        x = logits[rows].float()
+        temperature, top_k, top_p, min_p = (values[rows, None] for values in (temperatures, top_ks, top_ps, min_ps))
+        thresholds[rows] = _kept_from(x, temperature, top_k, top_p, _min_p_cut(x, temperature, min_p))
     return thresholds
 
 
@@ -123,7 +138,8 @@ def sample_tokens(
     top_ps: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    min_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `tritonllm.kernels.sampling.sample_tokens`."""
-    thresholds = kept_threshold(logits, temperatures, top_ks, top_ps)
+    thresholds = kept_threshold(logits, temperatures, top_ks, top_ps, min_ps)
     return _pick(logits, temperatures, seeds, positions, thresholds)[1]

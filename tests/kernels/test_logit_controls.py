@@ -1,0 +1,181 @@
+"""Bias, penalties and masks, against their definitions token by token in float64."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from examples import EXAMPLES, LARGE, ON_GPU, seeds_of_tests, sizes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonllm.errors import KernelError
+from tritonllm.kernels.logit_controls import adjust_logits, plan_adjust_logits
+from tritonllm.kernels.reference import logits as reference
+from tritonllm.testing.logit_rows import ControlledRows
+from tritonllm.testing.sampling_rows import generator, strided
+
+
+def expected(logits: torch.Tensor, rows: ControlledRows, row: int) -> list[float]:
+    """The logits [V] of one row by the definition, in Python's floats; nothing of the op's is used."""
+    control = rows.controls[row]
+    adjusted = [float(x) for x in logits[row].float().tolist()]
+    if control.context_len <= 0:
+        return adjusted
+    outputs = [*control.output, *([control.newest] if control.penalties else [])]
+    for token, (bias, min_length) in control.biases.items():
+        adjusted[token] += bias if control.context_len >= min_length else -float("inf")
+    rounded = struct.unpack("3f", struct.pack("3f", *(control.penalties or (1, 0, 0))))
+    repetition, presence, frequency = rounded
+    for token in {*control.prompt, *outputs} if control.penalties else ():
+        adjusted[token] *= 1 / repetition if adjusted[token] > 0 else repetition
+    for token in set(outputs) if control.penalties else ():
+        adjusted[token] -= presence + frequency * outputs.count(token)
+    if control.allowed is not None:
+        adjusted = [x if token in control.allowed else -float("inf") for token, x in enumerate(adjusted)]
+    return adjusted
+
+
+@EXAMPLES
+@given(seed=seeds_of_tests, size=sizes, data=st.data())
+def test_adjusted_logits_are_those_of_the_definition(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], seed: int, size: int, data: st.DataObject
+) -> None:
+    dtype = data.draw(st.sampled_from(dtypes))
+    rows = ControlledRows.random(seed, batch=4, vocab_size=size)
+    logits = strided((torch.randn(4, size, generator=generator(seed)) * 5).to(dtype), device)
+    before = logits.clone()
+    counts = rows.counts(device)
+    adjusted = adjust_logits(logits, rows.headers(device), counts, rows.masks(device), rows.biases(device)).cpu()
+    assert torch.equal(logits, before)
+    for row in range(4):
+        wanted = torch.tensor(expected(logits.cpu(), rows, row), dtype=torch.float64)
+        torch.testing.assert_close(adjusted[row].double(), wanted, rtol=1e-6, atol=1e-5)
+    assert counts.tolist() == rows.counts_after().tolist()
+
+
+@EXAMPLES
+@given(seed=seeds_of_tests, size=sizes)
+def test_the_kernel_gives_the_bits_of_the_reference(device: torch.device, seed: int, size: int) -> None:
+    """So a token with a bias of 0 on the list, which the second kernel writes, is as it was without."""
+    rows = ControlledRows.random(seed, batch=3, vocab_size=size)
+    logits = strided(torch.randn(3, size, generator=generator(seed)) * 5, device)
+    states = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    theirs = [state.cpu().clone() for state in states]
+    adjusted = adjust_logits(logits, *states)
+    assert torch.equal(adjusted.cpu(), reference.adjust_logits(logits.cpu(), *theirs))
+    assert torch.equal(states[1].cpu(), theirs[1])
+
+
+def test_rows_without_controls_are_copied(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Also one whose columns hold what its last tenant left there: a row of context length 0."""
+    for dtype in dtypes:
+        logits = torch.randn(2, LARGE, generator=generator(0)).to(dtype).to(device)
+        rows = ControlledRows.random(3, batch=2, vocab_size=LARGE)
+        headers, counts = rows.headers(device), rows.counts(device)
+        headers[0] = 0
+        headers[1, 1] = 0
+        before = counts.clone()
+        adjusted = adjust_logits(logits, headers, counts, rows.masks(device), rows.biases(device))
+        assert torch.equal(adjusted, logits.float())
+        assert torch.equal(counts, before)
+
+
+def test_nothing_of_a_row_reaches_another(device: torch.device) -> None:
+    size = 300
+    rows = ControlledRows.random(7, batch=6, vocab_size=size)
+    logits = (torch.randn(6, size, generator=generator(7)) * 5).to(device)
+    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    together = adjust_logits(logits, *(part.clone() for part in state))
+    for row in range(6):
+        alone = adjust_logits(logits[row : row + 1], *(part[row : row + 1].clone() for part in state))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_nan_stays_and_infinity_follows_the_rules(device: torch.device) -> None:
+    rows = ControlledRows.random(1, batch=3, vocab_size=4)
+    for control in rows.controls:
+        control.context_len, control.penalties, control.allowed = 5, (2.0, 1.0, 1.0), {0}
+        control.prompt, control.output, control.newest = [0, 1, 2, 3], [0, 1, 2, 3], 0
+        control.biases = {1: (-float("inf"), 0), 2: (1.0, 9)}
+    rows.controls[1].allowed = {0, 1, 2, 3}
+    values = [[1.0, torch.nan, torch.nan, torch.nan], [torch.inf] * 4, [-torch.inf] * 4]
+    logits = torch.tensor(values, device=device)
+    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    adjusted = adjust_logits(logits, *state)
+    inf = float("inf")
+    assert adjusted[0].isnan().tolist() == [False, True, True, True]
+    assert adjusted[1:].tolist() == [[inf, -inf, -inf, inf], [-inf] * 4]
+
+
+def test_a_count_ends_at_32767(device: torch.device) -> None:
+    rows = ControlledRows.random(2, batch=2, vocab_size=40)
+    for control in rows.controls:
+        control.context_len, control.penalties, control.newest = 3, (1.0, 0.0, 1.0), 9
+        control.biases, control.allowed = {}, None
+    counts = rows.counts(device)
+    counts[:, 9] = torch.tensor([32766, -2], dtype=torch.int16)  # the second is of the prompt as well
+    logits = torch.zeros(2, 40, device=device)
+    for _ in range(3):
+        adjusted = adjust_logits(logits, rows.headers(device), counts, rows.masks(device), rows.biases(device))
+        assert counts[:, 9].tolist() == [32767, -1]
+        assert adjusted[:, 9].tolist() == [-32767.0] * 2
+
+
+@pytest.mark.parametrize("newest", [-1, -(2**31), 50, 2**31 - 1])
+def test_what_is_no_token_is_not_counted(device: torch.device, newest: int) -> None:
+    rows = ControlledRows.random(2, batch=1, vocab_size=50)
+    rows.controls[0].context_len, rows.controls[0].penalties = 4, (1.0, 1.0, 1.0)
+    headers, counts = rows.headers(device), rows.counts(device)
+    headers[0, 0] = newest
+    before = counts.clone()
+    adjust_logits(torch.zeros(1, 50, device=device), headers, counts, rows.masks(device), rows.biases(device))
+    assert torch.equal(counts, before)
+
+
+def test_the_tile_changes_nothing(device: torch.device) -> None:
+    size = 700
+    rows = ControlledRows.random(11, batch=2, vocab_size=size)
+    logits = torch.randn(2, size, generator=generator(11)).to(device)
+    results = []
+    for tile in (64, 256, 4096):
+        counts = rows.counts(device)
+        out = torch.empty(2, size, device=device)
+        state = rows.headers(device), counts, rows.masks(device), rows.biases(device)
+        for launch in plan_adjust_logits(logits, *state, out, tile=tile):
+            launch.run()
+        results.append((out, counts))
+    assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter would take minutes")
+def test_rows_that_lie_beyond_32_bit_offsets(device: torch.device) -> None:
+    """Counts and logits of 151,936 tokens pass 2^31 bytes and, with the stride, 2^31 elements."""
+    batch, size = 3, 151936
+    logits = torch.zeros(batch, 2**30, dtype=torch.bfloat16, device=device)[:, :size]
+    rows = ControlledRows.random(5, batch=batch, vocab_size=size)
+    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    alone = [part[2:].clone() for part in state]
+    assert torch.equal(adjust_logits(logits, *state)[2], adjust_logits(logits[2:].clone(), *alone)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rows", lambda state: state[0][:, :8]),
+        ("rows", lambda state: state[0].long()),
+        ("counts", lambda state: state[1].int()),
+        ("counts", lambda state: state[1][:, :-1]),
+        ("masks", lambda state: state[2][:, :1]),
+        ("biases", lambda state: state[3][0]),
+        ("biases", lambda state: state[3].transpose(1, 2)),
+    ],
+)
+def test_wrong_tensors_are_refused(device: torch.device, name: str, change: object) -> None:
+    rows = ControlledRows.random(5, batch=2, vocab_size=70)
+    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    index = ["rows", "counts", "masks", "biases"].index(name)
+    state[index] = change(state)  # type: ignore[operator]
+    with pytest.raises(KernelError, match=f"adjust_logits: {name} must be"):
+        adjust_logits(torch.zeros(2, 70, device=device), *state)
