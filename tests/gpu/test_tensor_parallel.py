@@ -13,8 +13,11 @@ import pytest
 import torch
 from hf_twins import make_engine
 
-from tritonllm import SamplingParams
+from tritonllm import SamplingParams, Sequence
+from tritonllm.engine.block_manager import BlockManager
 from tritonllm.errors import EngineError
+from tritonllm.models import decode_path
+from tritonllm.models.decode_path import DecodePath
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -32,6 +35,37 @@ def test_two_gpus_give_the_tokens_of_one(eager: bool) -> None:
         with make_engine("Qwen3-0.6B", "float32", enforce_eager=eager, world_size=world_size) as llm:
             results.append(llm.generate(PROMPTS, params)["token_ids"])
     assert results[0] == results[1]
+
+
+PATHS = {1: DecodePath.SKINNY, 32: DecodePath.MIXED, 64: DecodePath.HOPPER, 96: DecodePath.SEPARATE}
+"""Of an H200 at a hidden size of 2048; on other GPUs they may be others."""
+
+
+def decode_logits(world_size: int, all_reduce: str) -> dict[int, torch.Tensor]:
+    """bfloat16 logits of a decode step of as many rows as each path takes, float32 `[rows, vocabulary]`."""
+    rows = max(PATHS)
+    keys = {"max_num_sequences": rows, "max_cached_blocks": rows, "max_model_length": 256, "enforce_eager": True}
+    with make_engine("Llama-3.2-1B", "bfloat16", world_size=world_size, all_reduce=all_reduce, **keys) as llm:
+        runner = llm.runner
+        manager = BlockManager(runner.num_blocks, llm.config.block_size)
+        seqs = [Sequence([100 + row, 7, 8 * row, 9], block_size=llm.config.block_size) for row in range(rows)]
+        for seq in seqs:
+            manager.allocate(seq)
+        runner.run_model(runner.prepare_prefill(seqs), True)
+        return {count: runner.run_model(runner.prepare_decode(seqs[:count]), False).float().cpu() for count in PATHS}
+
+
+def test_every_decode_path_over_two_gpus_gives_the_logits_of_one() -> None:
+    """As near as bfloat16 comes; a rank's term that is left out, or added twice, would be off by about the whole."""
+    in_features, device = (2048, 2048, 8192), torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability()[0] == 9:
+        chosen = {rows: decode_path.decode_path(rows, in_features, torch.bfloat16, device) for rows in PATHS}
+        assert chosen == PATHS
+    expected = decode_logits(1, "auto")
+    for all_reduce in ("auto", "nccl"):
+        for rows, logits in decode_logits(2, all_reduce).items():
+            error = (logits - expected[rows]).norm() / expected[rows].norm()
+            assert error < 0.05, (all_reduce, rows, error)
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -5,6 +5,7 @@ Those serve between GPUs of one host that NVLink joins, for the sizes at which t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from tritonllm.errors import EngineError
 from tritonllm.kernels.norm import add_rms_norm
 from tritonllm.kernels.peer_all_reduce import Norm
 from tritonllm.models.peer_group import PeerGroup
 from tritonllm.models.peer_memory import reaches_all, share_memory
 from tritonllm.models.tensor_parallel import TPGroup
 
+logger = logging.getLogger("tritonllm")
 _TIMEOUT = timedelta(minutes=30)
 """Longer than any step or load: a rank that died is noticed by its connection or its process, not by this."""
 
@@ -106,9 +109,15 @@ class DistributedGroup(TPGroup):
         """This group, with all-reduces through the memory of all ranks if every rank reaches it."""
         if not self.minimum(reaches_all(self.rank, self.size, store, self.device)):
             return self
-        peers = PeerGroup(share_memory(self.rank, self.size, store, self.device))
-        self.minimum(0)  # every rank has cleared its buffer and mapped the others
-        return replace(self, peers=peers)
+        peers = None
+        try:
+            peers = PeerGroup(share_memory(self.rank, self.size, store, self.device))
+        except EngineError:
+            raise
+        except RuntimeError as error:
+            logger.warning("rank %d: sums go through NCCL, as GPUs cannot share memory here: %s", self.rank, error)
+        # Then every rank has cleared its buffer and mapped the others.
+        return replace(self, peers=peers) if self.minimum(peers is not None) else self
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() and not (self.peers is not None and self.peers.all_reduce(tensor, tensor)):

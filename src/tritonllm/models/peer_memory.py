@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import uuid
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def share_memory(rank: int, size: int, store: dist.Store, device: torch.device) 
     # torch finds the store by the name of a group, and reads the rank from it.
     numbered = _NumberedStore(store)
     group = dist.ProcessGroup(numbered, rank, size)
-    name: Any = f"tritonllm {id(group)}"
+    name: Any = f"tritonllm {uuid.uuid4()}"  # torch keeps what it learned by a name, beyond the life of a group
     memory = _SymmetricMemory.empty_strided_p2p((buffer_bytes(size),), (1,), torch.uint8, device)
     memory.zero_()
     torch.cuda.synchronize(device)
