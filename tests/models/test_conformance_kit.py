@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tritonllm import ModelSpec, conformance
-from tritonllm.config import ModelConfig, qwen3_config
+from tritonllm.config import ModelConfig, gemma2_config, qwen3_config
 from tritonllm.conformance.candidate import (
     EPSILON,
     PROMPT_LENGTHS,
@@ -126,6 +126,16 @@ def base_ignored(config: dict[str, Any]) -> ModelConfig:
     return dataclasses.replace(read, rope=dataclasses.replace(read.rope, theta=10000.0))
 
 
+def attention_scale_fixed(config: dict[str, Any]) -> ModelConfig:
+    """Takes the scale of scores to be that of the reference."""
+    return dataclasses.replace(gemma2_config(config), attention_scale=256**-0.5)
+
+
+def attention_softcap_fixed(config: dict[str, Any]) -> ModelConfig:
+    """Takes the cap of scores to be that of the reference."""
+    return dataclasses.replace(gemma2_config(config), attention_softcap=50.0)
+
+
 def reference() -> Any:
     """A tiny Qwen3."""
     return tiny_hf_config("qwen3")
@@ -197,6 +207,14 @@ def test_an_ignored_rotary_base_is_found_in_the_first_attention(planted) -> None
     message = r"layer 0 .* first at position 1.* `self_attn` differs first; .* the rotary embedding and its base"
     with pytest.raises(AssertionError, match=message):
         CHECKS["layers"](planted(config=f"{__name__}:base_ignored"))
+
+
+@pytest.mark.parametrize("field", ["attention_scale", "attention_softcap"])
+def test_a_factor_that_is_fixed_in_code_is_found(planted, field: str) -> None:
+    with pytest.raises(AssertionError, match=r"layer 0 .* `self_attn` differs first"):
+        CHECKS["layers"](
+            planted(Gemma2ForCausalLM, config=f"{__name__}:{field}_fixed", reference=f"{__name__}:gemma_reference")
+        )
 
 
 def test_a_window_that_is_off_by_one_is_found_where_it_ends(planted) -> None:
@@ -276,12 +294,15 @@ def test_a_reference_of_few_positions_is_refused() -> None:
         conformance.check(family(reference=f"{__name__}:few_positions"), device="cpu")
 
 
-def test_a_twin_has_an_epsilon_and_rotary_bases_of_its_own() -> None:
+def test_a_twin_has_an_epsilon_rotary_bases_and_factors_of_its_own() -> None:
     before = tiny_hf_config("qwen3")
     after = telling_config(before)
     assert after.rms_norm_eps == EPSILON
     assert (before.rms_norm_eps, before.rope_parameters["rope_theta"]) == (1e-6, 10000.0)
     assert after.rope_parameters["rope_theta"] == ROPE_THETAS[0]
+    gemma = telling_config(tiny_hf_config("gemma2", query_pre_attn_scalar=32, final_logit_softcapping=None))
+    assert (gemma.query_pre_attn_scalar, gemma.attn_logit_softcapping) == (48, 0.7)
+    assert gemma.final_logit_softcapping is None
     two = telling_config(tiny_hf_config("gemma3_text"))
     thetas = [rope["rope_theta"] for rope in two.rope_parameters.values()]
     assert thetas == list(ROPE_THETAS)

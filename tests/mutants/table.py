@@ -243,6 +243,13 @@ MUTANTS = (
         FAMILIES,
     ),
     Mutant(
+        "a fused path takes the weight of a projection that does more",
+        "tritonllm.models.decoder",
+        "and type(layer.self_attn.o_proj).forward is type(layer.mlp.down_proj).forward is RowLinear.forward",
+        "",
+        ("tests/unit/test_decode_path.py",),
+    ),
+    Mutant(
         "a fused path forgets that norms may have an offset",
         "tritonllm.models.decoder",
         "and not layer.self_attn.unit_offset",

@@ -186,6 +186,10 @@ OPTIONS = {
 }
 
 
+def doubled(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return 2 * type(self).__base__.forward(self, x)
+
+
 class AllHeadsLayer(DecoderLayer):
     qk_norm = "all_heads"
 
@@ -274,6 +278,22 @@ class TestModel:
         step(make_model(CONFIG, AllHeadsForCausalLM))
         assert "decode_attention" in launched
         assert not {"skinny_linear", "hopper_linear", "fused_decode_attention"} & set(launched)
+
+    @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
+    @pytest.mark.parametrize("part", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+    def test_parts_with_a_forward_of_their_own_keep_to_separate(self, use, launched, part: str, path: str) -> None:
+        """The fused kernels take the weight alone, so whatever else such a part does would be left out."""
+        model, plain = make_model(), make_model()
+        for layer in model.model.layers:
+            replaced = layer.get_submodule(part)
+            replaced.__class__ = type("Doubled", (type(replaced),), {"forward": doubled})
+        use(only("separate"))
+        expected, _ = step(model)
+        assert not torch.allclose(expected, step(plain)[0], atol=1e-3)
+        use(only(path))
+        launched.clear()
+        torch.testing.assert_close(step(model)[0], expected, atol=0, rtol=0)
+        assert "decode_attention" in launched
 
     @pytest.mark.parametrize("path", ["skinny", "hopper", "mixed"])
     def test_in_bfloat16_they_differ_by_roundings(self, use, path: str) -> None:

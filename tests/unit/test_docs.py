@@ -119,7 +119,7 @@ class TestExamples:
         code = block.code.replace(PACKAGED_MODEL, tiny_checkpoint)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, block.page, "exec"), {"__name__": "example"})
+            exec(compile(code, block.page, "exec", dont_inherit=True), {"__name__": "example"})
         assert bool(printed.getvalue()) == ("print(" in code)
 
     @pytest.mark.parametrize("block", named(INCLUDED))

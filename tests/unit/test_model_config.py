@@ -192,6 +192,41 @@ class TestFamilies:
         pattern = gemma3_config({**LLAMA, "sliding_window_pattern": 2})
         assert pattern.layer_types == ("sliding_attention", "full_attention") * 2
 
+    def test_rotations_of_gemma_3(self) -> None:
+        """A top-level rule is that of the layers without a window, over what `rope_parameters` says of them."""
+        rules = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_theta": 70.0}}
+        fields = without("rope_theta", rope_parameters=rules)
+        config = gemma3_config(fields)
+        assert (config.rope.factor, config.rope.theta, config.sliding_rope.theta) == (8.0, 1e6, 70.0)
+        config = gemma3_config({**fields, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+        assert (config.rope.factor, config.sliding_rope.rope_type) == (4.0, "default")
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("rope_parameters", {"rope_type": "linear", "factor": 8.0}),
+            ("rope_parameters", {"full_attention": 8.0}),
+            ("rope_scaling", {"full_attention": {"rope_type": "default"}}),
+            ("attn_logit_softcapping", 50.0),
+        ],
+    )
+    def test_what_gemma_3_does_not_say_is_refused(self, field: str, value: object) -> None:
+        with pytest.raises(UnsupportedModelError, match=f"says {field}="):
+            gemma3_config({**without("rope_theta"), field: value})
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("rope_parameters", 7),
+            ("rope_scaling", ["linear"]),
+            ("sliding_window_pattern", "LLG"),
+            ("sliding_window_pattern", -1),
+        ],
+    )
+    def test_malformed_fields_of_gemma_3_are_named(self, field: str, value: object) -> None:
+        with pytest.raises(ConfigError, match=f"{field}="):
+            gemma3_config({**LLAMA, field: value})
+
     def test_phi_3(self) -> None:
         scaling = {"type": "su", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
         fields = {"rope_scaling": scaling, "max_position_embeddings": 131072, "sliding_window": 2047}

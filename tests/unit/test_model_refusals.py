@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -118,6 +119,11 @@ HARMLESS: list[tuple[str, object]] = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithMultiplier(ModelConfig):
+    residual_multiplier: float = 1.0
+
+
 class TestRefusal:
     def test_every_field_has_a_case(self) -> None:
         assert set(_NEUTRAL_VALUES) <= {field for field, _ in REFUSED}
@@ -153,6 +159,13 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError, match="hidden_act"):
             read_hf_config(fields, handled=("embedding_multiplier",))
 
+    def test_a_field_of_a_family_of_ones_own(self) -> None:
+        fields = of("granite", residual_multiplier=0.22)
+        own = {"residual_multiplier": fields["residual_multiplier"]}
+        config = read_hf_config(fields, handled=("residual_multiplier",), config_class=WithMultiplier, **own)
+        assert isinstance(config, WithMultiplier)
+        assert config.of_layer(0).residual_multiplier == config.for_length(64).residual_multiplier == 0.22
+
 
 class TestSlidingWindow:
     @pytest.mark.parametrize(
@@ -160,6 +173,7 @@ class TestSlidingWindow:
         [
             ("mistral", {"sliding_window": 1024}, 1024),
             ("mistral", {}, 4096),
+            ("mistral", {"sliding_window": 1024, "use_sliding_window": False}, 1024),
             ("mistral", {"sliding_window": 1024, "layer_types": ["full_attention"] * 4}, 1024),
             ("llama", {"sliding_window": 1024}, 1024),
             ("llama", {"sliding_window": 1024, "use_sliding_window": False}, None),
@@ -199,6 +213,15 @@ class TestSlidingWindow:
         assert [config.of_layer(index).sliding_window for index in range(4)] == [None, 512, 512, 512]
         config = ModelConfig.from_hf_dict(of("mistral", sliding_window=1024))
         assert config.of_layer(0) is config
+
+    def test_a_pattern_without_types_of_layers_is_refused(self) -> None:
+        fields = of("unknown", sliding_window=512, sliding_window_pattern=4)
+        with pytest.raises(UnsupportedModelError, match="sliding_window_pattern=4, and there are no layer_types"):
+            read_hf_config(fields)
+        types = ["sliding_attention"] * 3 + ["full_attention"]
+        assert read_hf_config({**fields, "layer_types": types}).layer_types == tuple(types)
+        assert read_hf_config(fields, handled=("sliding_window_pattern",)).sliding_window == 512
+        assert read_hf_config({**fields, "sliding_window": None}).sliding_window is None
 
     @pytest.mark.parametrize("layer_types", [["sliding_attention"], ["sliding_attention", "full_attention"]])
     def test_too_few_types_of_layers_are_refused(self, layer_types: list[str]) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tritonllm.config.checks import Rule, flag, integer, number, strings, text
 from tritonllm.config.hf_rope import read_rope
 from tritonllm.config.model import DTYPES, FULL, SLIDING, ModelConfig
 from tritonllm.errors import ConfigError, UnsupportedModelError
+
+_ModelConfig = TypeVar("_ModelConfig", bound=ModelConfig)
 
 _OFF = (False, 0)
 _ONE = (1,)
@@ -89,8 +91,9 @@ def read_hf_config(
     defaults: Mapping[str, Any] | None = None,
     handled: Collection[str] = (),
     layer_windows: bool = True,
+    config_class: type[_ModelConfig] = ModelConfig,  # type: ignore[assignment]
     **overrides: Any,
-) -> ModelConfig:
+) -> _ModelConfig:
     """Read a config.json, given as a dict, of a Llama-like model.
 
     Args:
@@ -100,8 +103,10 @@ def read_hf_config(
         handled: fields that the caller's model computes, and that are therefore not refused. The layers of
             `tritonllm.models.layers` compute `hidden_act`, `attn_logit_softcapping`, `final_logit_softcapping` and
             `embedding_multiplier` if they are named here.
-        layer_windows: whether `layer_types` says which layers have the sliding window; else all of them have it.
-        overrides: fields of `ModelConfig` that the model class fixes whatever the file says.
+        layer_windows: whether `layer_types` and `use_sliding_window` say which layers have the sliding window; else all
+            of them have it, where its size is given.
+        config_class: what to make, `ModelConfig` or a subclass with fields of the caller's own.
+        overrides: fields of that class that the caller fixes whatever the file says.
 
     Raises:
         ConfigError: a field is missing or malformed.
@@ -118,6 +123,9 @@ def read_hf_config(
     hidden_act = _take(fields, "hidden_act", text())
     num_layers = _take(fields, "num_hidden_layers", integer(1))
     window, layer_types = _sliding_window(fields, num_layers, layer_windows)
+    pattern = fields.get("sliding_window_pattern")
+    if window is not None and pattern is not None and not layer_types and "sliding_window_pattern" not in handled:
+        raise unsupported("sliding_window_pattern", pattern, "there are no layer_types that say which layers it means")
     positive = number(0, above=True)
     values: dict[str, Any] = {
         "vocab_size": _take(fields, "vocab_size", integer(1)),
@@ -146,7 +154,7 @@ def read_hf_config(
         "model_type": fields.get("model_type") or "",
         "dtype": _dtype(fields),
     }
-    return ModelConfig(**{**values, **overrides})
+    return config_class(**{**values, **overrides})
 
 
 def refuse_unsupported_fields(fields: Mapping[str, Any], handled: Collection[str] = ()) -> None:
@@ -223,7 +231,7 @@ def _sliding_window(
         if layer_type not in (FULL, SLIDING):
             raise unsupported("layer_types", layer_type)
     window = _take(fields, "sliding_window", integer(1), None)
-    enabled = _take(fields, "use_sliding_window", flag(), True)
+    enabled = _take(fields, "use_sliding_window", flag(), True) if layer_windows else True
     if SLIDING in layer_types:
         if window is None or not enabled:
             raise unsupported("layer_types", SLIDING, "the size of the window is not given")

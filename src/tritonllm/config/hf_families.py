@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tritonllm.config.hf import read_hf_config, unsupported
+from tritonllm.config.checks import integer
+from tritonllm.config.hf import read_hf_config, refuse_unsupported_fields, unsupported
 from tritonllm.config.hf_rope import read_rope
 from tritonllm.config.model import FULL, SLIDING, ModelConfig
+from tritonllm.errors import ConfigError
 
 # What transformers assumes when a file lacks the field: it can differ from what the other fields suggest.
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
@@ -97,9 +99,11 @@ def gemma2_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def gemma3_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Gemma 3, text only: five layers of six have a window and a rotation of their own."""
+    """Gemma 3, text only: five layers of six have a window and a rotation of their own; scores are not capped."""
     fields = {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, **config}
+    refuse_unsupported_fields({"attn_logit_softcapping": fields.get("attn_logit_softcapping")})
     pattern = fields.get("sliding_window_pattern") or 6
+    integer(1).check("sliding_window_pattern", pattern, ConfigError)
     full, sliding = _gemma3_rotations(fields)
     apart = {**fields, "rope_scaling": None, "rope_theta": None}
     model = _gemma_config({**apart, "rope_parameters": full}, lambda index: (index + 1) % pattern != 0)
@@ -120,15 +124,22 @@ def _gemma_config(fields: dict[str, Any], is_sliding: Callable[[int], bool]) -> 
 
 
 def _gemma3_rotations(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`rope_parameters` of the layers without a window and of those with one, from both forms of the file."""
-    rules = fields.get("rope_parameters") or {}
-    if FULL in rules or SLIDING in rules:
-        full, sliding = (rules.get(layer_type) or {} for layer_type in (FULL, SLIDING))
-    else:
-        full, sliding = fields.get("rope_scaling") or rules, {}
+    """`rope_parameters` of the layers without a window and of those with one, from both forms of the file.
+
+    As in transformers, `rope_scaling` is for the layers without a window, over what `rope_parameters` says of them.
+    """
+    rules, scaling = (fields.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    for name, value in {"rope_parameters": rules, "rope_scaling": scaling}.items():
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}={value!r} is not valid: give a mapping or null.")
+    by_kind = {kind: rules.get(kind) or {} for kind in (FULL, SLIDING)}
+    if rules.keys() - by_kind.keys() or not all(isinstance(rule, Mapping) for rule in by_kind.values()):
+        raise unsupported("rope_parameters", rules, f"Gemma 3 has one rule for {FULL} and one for {SLIDING} there")
+    if scaling.keys() & by_kind.keys():
+        raise unsupported("rope_scaling", scaling, "rules for each type of layer belong in rope_parameters")
     return (
-        {"rope_theta": fields.get("rope_theta") or 1_000_000.0, **full},
-        {"rope_theta": fields.get("rope_local_base_freq") or 10_000.0, **sliding},
+        {"rope_theta": fields.get("rope_theta") or 1_000_000.0, **by_kind[FULL], **scaling},
+        {"rope_theta": fields.get("rope_local_base_freq") or 10_000.0, **by_kind[SLIDING]},
     )
 
 

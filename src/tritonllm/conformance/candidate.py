@@ -31,6 +31,19 @@ ROPE_THETAS = (700.0, 1300.0)
 WINDOW = 20
 """Sliding window of a twin that has one: shorter than the prompts, and no multiple of a block."""
 
+FACTORS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+)
+"""Fields of a twin that are made larger by half, if its config has them. Who fixes them in code has another value."""
+
+CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 3.0}
+"""Caps of a twin that has them. What a tiny model computes is too small to show whether a usual one is there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -140,6 +153,13 @@ def telling_config(config: Any) -> Any:
     for field in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"):
         if getattr(config, field, None) is not None:
             setattr(config, field, EPSILON)
+    for field in FACTORS:
+        value = getattr(config, field, None)
+        if isinstance(value, (int, float)):
+            setattr(config, field, type(value)(1.5 * value))
+    for field, cap in CAPS.items():
+        if getattr(config, field, None):
+            setattr(config, field, cap)
     thetas = iter(ROPE_THETAS)
     parameters = getattr(config, "rope_parameters", None)  # transformers 5, one set or one a kind of layer
     sets = [parameters] if parameters and "rope_theta" in parameters else list((parameters or {}).values())

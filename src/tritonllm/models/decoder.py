@@ -13,6 +13,7 @@ from tritonllm.models.decode_path import DecodePath, decode_path
 from tritonllm.models.layers import (
     Attention,
     AttentionMetadata,
+    ColumnLinear,
     DecodeMetadata,
     GatedMLP,
     KVCache,
@@ -22,6 +23,7 @@ from tritonllm.models.layers import (
     QKNorm,
     RMSNorm,
     RotaryEmbedding,
+    RowLinear,
     TPGroup,
     VocabEmbedding,
 )
@@ -171,7 +173,8 @@ def _is_of_the_kit(layer: nn.Module) -> bool:
 def _may_fuse(layer: nn.Module) -> bool:
     """Whether a layer may take another path than SEPARATE, and fuse its sums: pre-norm, nothing of the kit replaced.
 
-    The fused kernels know windows, softcaps and every activation, but only norms by the weight itself.
+    The fused kernels know windows, softcaps and every activation, but only norms by the weight itself. Of parts they
+    take the weight alone, so each needs the kit's own forward.
     """
     return (
         isinstance(layer, DecoderLayer)
@@ -181,6 +184,8 @@ def _may_fuse(layer: nn.Module) -> bool:
         and not layer.self_attn.joint_norm
         and type(layer.mlp).forward is GatedMLP.forward
         and type(layer.input_layernorm) is type(layer.post_attention_layernorm) is RMSNorm
+        and type(layer.self_attn.qkv_proj).forward is type(layer.mlp.gate_up_proj).forward is ColumnLinear.forward
+        and type(layer.self_attn.o_proj).forward is type(layer.mlp.down_proj).forward is RowLinear.forward
     )
 
 

@@ -181,7 +181,10 @@ def _assert_logits(ours: torch.Tensor, theirs: torch.Tensor, first: int, toleran
     row = int(rows[0])
     token = int(difference[row].nan_to_num(nan=torch.inf).argmax())
     if first == 0 and row == 0:
-        hint = "a single token attends to itself alone: look at weights, biases, norms, the MLP and the head"
+        hint = (
+            "a single token attends to itself alone: look at weights, biases, norms, the MLP and the head, or, if all "
+            "layers agree, at factors and caps of logits"
+        )
     elif first == 0:
         hint = "tokens before it agree: look at positions, rotary embedding, mask and the attention scale"
     else:

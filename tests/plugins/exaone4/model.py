@@ -30,6 +30,7 @@ class Exaone4ForCausalLM(DecoderLM):
 
     def __init__(self, config: ModelConfig, tp: TPGroup) -> None:
         super().__init__(config, tp)
+        unrotated = Unrotated(config) if "full_attention" in config.layer_types else None
         for kind, layer in zip(config.layer_types, self.model.layers, strict=False):
             if kind == "full_attention":
-                layer.self_attn.rotary = Unrotated(config)
+                layer.self_attn.rotary = unrotated
