@@ -238,10 +238,7 @@ class LLMEngine:
     def chat(
         self, messages: ListOf[Mapping[str, Any]], sampling_params: SamplingParams | None = None
     ) -> dict[str, list[Any]]:
-        """Answer a conversation, a list of `{"role": ..., "content": ...}`, through the checkpoint's chat template.
-
-        Returns what `generate` returns for one prompt.
-        """
+        """What `generate` returns for a conversation, a list of `{"role": ..., "content": ...}`, as one prompt."""
         return self.generate([self.apply_chat_template(messages)], sampling_params)
 
     def apply_chat_template(self, messages: ListOf[Mapping[str, Any]]) -> list[int]:
