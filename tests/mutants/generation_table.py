@@ -47,7 +47,7 @@ GENERATION_MUTANTS = (
     Mutant(
         "spaces are cleaned up", _TEXT, "clean_up_tokenization_spaces=False", "clean_up_tokenization_spaces=None", TEXT
     ),
-    Mutant("all samples draw the same noise", "tritonllm.engine.samples", "sample_seed(own, sample)", "own", SAMPLES),
+    Mutant("all samples draw the same noise", "tritonllm.engine.samples", "sample_seed(own, i)", "own", SAMPLES),
     Mutant(
         "other samples wait until the steady batch ends",
         _SCHEDULER,

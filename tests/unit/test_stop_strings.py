@@ -73,6 +73,13 @@ class TestStopStrings:
         assert "".join(out) + cutter.add("", last=True) == expected
         assert cutter.found == found
 
+    def test_one_that_is_complete_too_early_does_not_count(self) -> None:
+        cutter = StopStrings(("ab", "xabx"))
+        assert [cutter.add("abxa", may_stop=False), cutter.add("b", may_stop=False)] == ["ab", ""]
+        assert (cutter.add("yab"), cutter.found) == ("xaby", "ab")
+        cutter = StopStrings(("ab", "xabx"))
+        assert (cutter.add("xa", may_stop=False), cutter.add("bx"), cutter.found) == ("", "x", "ab")
+
     def test_nothing_comes_after_the_stop_string(self) -> None:
         cutter = StopStrings(("b",))
         assert [cutter.add("abc"), cutter.add("abc"), cutter.add("x", last=True)] == ["a", "", ""]
@@ -166,6 +173,16 @@ class TestInTheEngine:
         assert found[seq_id].token_ids == ids
         assert found[other].token_ids == engine.generate([[9, 9]], FREE)["token_ids"][0]
         assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
+
+    def test_none_is_looked_for_before_the_least_tokens(self, engine, free) -> None:
+        tokens, text = free
+        stop = text[3:9]
+        count = len(expected_tokens(engine, tokens, stop))
+        assert text.count(stop) == 1
+        cut, whole = engine.generate([PROMPT] * 2, [with_stop(stop, min_tokens=least) for least in (count - 1, count)])[
+            "text"
+        ]
+        assert (cut, whole) == (text[: text.index(stop)], text)
 
     def test_neighbours_with_and_without(self, engine, free) -> None:
         _, text = free

@@ -51,8 +51,9 @@ class Completion:
             token_ids = self._text_token_ids(self._num_read)
             self._num_read += len(token_ids)
             piece = self._detokenizer.add(token_ids, last)
-            if self._stops is not None and self.seq.num_completion_tokens > self.seq.sampling_params.min_tokens:
-                piece = self._stops.add(piece, last)
+            if self._stops is not None:
+                may_stop = self.seq.num_completion_tokens > self.seq.sampling_params.min_tokens
+                piece = self._stops.add(piece, last, may_stop)
             if piece:
                 self._pieces.append(piece)
             self._text_is_whole = last or self._stop_string is not None

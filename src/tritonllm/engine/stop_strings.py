@@ -23,12 +23,19 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def add(self, piece: str, last: bool = False) -> str:
-        """The text that is certain now; with `last`, all of it. Nothing comes after the stop string."""
+    def add(self, piece: str, last: bool = False, may_stop: bool = True) -> str:
+        """The text that is certain now; with `last`, all of it. Nothing comes after the stop string.
+
+        A stop string that is complete with a piece that may not stop does not count.
+        """
         if self.found is not None:
             return ""
         text = self._held + piece
-        ends = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        ends = []
+        for stop in self._stops if may_stop else ():
+            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))  # to be complete only now
+            if start >= 0:
+                ends.append((start + len(stop), -len(stop), stop))
         if ends:
             end, _, self.found = min(ends)
             self._held = ""
