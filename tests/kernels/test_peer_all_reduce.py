@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -49,30 +50,53 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def arrivals(call: Call, memory: torch.Tensor) -> list[Callable[[], None]]:
+    """What rank 0 of two sends to rank 1 in the first all-reduce, put where the layout has it, in the order of time."""
+    sent, mine = terms(call, 0, 0), terms(call, 0, 1)
+    columns, share = call.columns, -(-call.columns // 16) * 8
+    words = memory[1, : words_bytes(2)].view(torch.int64).view(-1, 2, SLOT_BYTES // 8)
+    parts, sums = memory[1, words_bytes(2) : -MAX_CHANNELS * 64].view(F32).view(2, -1, SLOT_BYTES // 4)
+    flags = memory[1, -MAX_CHANNELS * 64 :].view(torch.int32).view(-1, 2, peer_buffer.MAX_RANKS)
+    slots = [(row, 2 * row + 1) for row in range(call.rows)]  # the first all-reduce has count 1, which is odd
+
+    def send_words() -> None:
+        for row, slot in slots:
+            words[slot, 0, :columns] = (sent[row].view(torch.int32).long() & 0xFFFFFFFF) | (1 << 32)
+
+    def send_parts() -> None:
+        for row, slot in slots:
+            parts[slot, : columns - share] = sent[row, share:]
+            flags[row, 0, 0] = 1
+
+    def send_sums() -> None:
+        for row, slot in slots:
+            sums[slot, :share] = sent[row, :share] + mine[row, :share]
+            flags[row, 1, 0] = 1
+
+    return [send_words] if call.algorithm == "one_shot" else [send_parts, send_sums]
+
+
 @interpreted
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    ("algorithm", "late"), [("one_shot", 0), ("one_shot", 1), *(("two_shot", n) for n in range(3))]
+)
 @pytest.mark.parametrize("columns", [64, 100])
-def test_a_rank_reads_and_writes_what_the_layout_says(algorithm: str, columns: int) -> None:
-    """Rank 1 of two on its own; what rank 0 would have sent is put where the layout has it."""
+def test_a_rank_reads_and_writes_what_the_layout_says(algorithm: str, late: int, columns: int) -> None:
+    """Rank 1 of two on its own. Of what rank 0 would have sent the last comes late, and is waited for."""
     call = Call(algorithm, 2, columns, F32)
     memory = torch.zeros(2, buffer_bytes(2), dtype=torch.uint8)
     buffer = view(memory, 1)
-    sent, mine = terms(call, 0, 0), terms(call, 0, 1)
-    for row in range(2):
-        slot = 2 * row + 1  # the first all-reduce has count 1, which is odd
-        if algorithm == "one_shot":
-            words = memory[1, : words_bytes(2)].view(torch.int64).view(-1, 2, SLOT_BYTES // 8)[slot, 0]
-            words[:columns] = (sent[row].view(torch.int32).long() & 0xFFFFFFFF) | (1 << 32)
-            continue
-        share = -(-columns // 16) * 8
-        parts, sums = memory[1, words_bytes(2) : -MAX_CHANNELS * 64].view(F32).view(2, -1, SLOT_BYTES // 4)
-        parts[slot, : columns - share] = sent[row, share:]
-        sums[slot, :share] = sent[row, :share] + mine[row, :share]
-        memory[1, -MAX_CHANNELS * 64 :].view(torch.int32).view(-1, 2, peer_buffer.MAX_RANKS)[row, :, 0] = 1
-    in_vain = threading.Timer(20, PeerGroup(buffer).stop)
-    in_vain.start()
+    sends = arrivals(call, memory)
+    on_time, delayed = sends[: len(sends) - late], sends[len(sends) - late :]
+    for send in on_time:
+        send()
+    timers = [threading.Timer(0.5 * (1 + place), send) for place, send in enumerate(delayed)]
+    timers.append(threading.Timer(20, PeerGroup(buffer).stop))  # it waits in vain
+    for timer in timers:
+        timer.start()
     check_call(call, 0, buffer)
-    in_vain.cancel()
+    timers[-1].cancel()
+    assert not any(timer.is_alive() for timer in timers[:-1])
     assert buffer.state.tolist() == [1, 1] + [0] * (MAX_CHANNELS - 1)
 
 
