@@ -17,6 +17,7 @@ import pytest
 import tritonllm
 from tritonllm.bench import step_profile, throughput
 from tritonllm.bench.report import as_text
+from tritonllm.bench.startup import PARTS
 from tritonllm.bench.timing import timed_generate
 from tritonllm.cli import main
 from tritonllm.errors import EngineError
@@ -174,6 +175,24 @@ class TestStartup:
             assert min(parts) > 0
             assert sum(parts) < start["process_seconds"] + 0.05
         assert told["conditions"]["max_model_length"] == 64
+
+    def test_it_can_begin_with_a_given_cache(self, run, llama: str, monkeypatch, tmp_path: Path) -> None:
+        (tmp_path / "kernel").touch()
+        seen = []
+
+        def started(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+            cache = Path(env["TRITON_CACHE_DIR"])
+            seen.append(sorted(path.name for path in cache.iterdir()))
+            (cache / "compiled").touch()
+            told = {**dict.fromkeys(PARTS, 1.0), "conditions": {}}
+            return subprocess.CompletedProcess([], 0, stdout=json.dumps(told), stderr="")
+
+        monkeypatch.setattr("tritonllm.bench.startup.subprocess.run", started)
+        options = ("--max-model-length", "64", "--runs", "2", "--json", "--triton-cache", str(tmp_path))
+        told = report(run("startup", llama, *CPU, *options))
+        assert [start["triton_cache"] for start in told["starts"]] == ["given", "warm"]
+        assert seen == [["kernel"], ["compiled", "kernel"]] * 2
+        assert [path.name for path in tmp_path.iterdir()] == ["kernel"]
 
     @pytest.mark.parametrize(("said", "reason"), [("a warning\nout of memory\n", "out of memory"), ("", "exit code 9")])
     def test_a_process_that_fails_says_why(self, run, llama: str, monkeypatch, said: str, reason: str) -> None:

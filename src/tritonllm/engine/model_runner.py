@@ -25,6 +25,7 @@ from tritonllm.engine.row_changes import apply_row_changes
 from tritonllm.engine.sequence import ENDS, Choice, Sequence
 from tritonllm.engine.step_results import StepResults
 from tritonllm.engine.token_choice import TokenChoice
+from tritonllm.engine.upload import to_device
 from tritonllm.engine.warm_up import warm_up_prefills
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
@@ -196,7 +197,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> None:
         """Queue a step of this rank: changed rows, then the decode rows, then the prompt chunks."""
         if plan.zero_blocks:
-            self.pool.zero(torch.tensor(plan.zero_blocks, device=self.device))
+            self.pool.zero(to_device(plan.zero_blocks, self.device).long())
         apply_row_changes(plan, self.rows, self.sampled, self.controls)
         if plan.num_decode_rows:
             self.graphs.run(plan.num_decode_rows, plan.choice)

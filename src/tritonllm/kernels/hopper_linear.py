@@ -40,7 +40,7 @@ class HopperTile:
     """How the work is cut up. All choices but `splits` give the same bits.
 
     Attributes:
-        tokens: rows of x a program takes, 64, 128 or 256.
+        tokens: rows of x a program takes, 64 or 128.
         rows: outputs a program computes, a power of two from 8 to 128; a gated one reads twice as many rows of W.
         stages: steps of 64 columns in flight.
         splits: programs that share a sum.
@@ -127,7 +127,7 @@ def plan_hopper_linear(
     tile = tile or choose_tile(tokens, rows, gated, parts)
     check(tile.splits == (out.shape[0] if parts else 1), op, lambda: f"{tile} does not fit out {shape_of(out)}")
     steps = cdiv(columns, tile.splits * _COLUMNS)
-    warps = min(tile.tokens // 16, 8)  # two warp groups, beyond 128 tokens with two rows of products each
+    warps = tile.tokens // 16
     return Launch(
         kernel=_hopper_linear_kernel,
         grid=(cdiv(tokens, tile.tokens), cdiv(rows, tile.rows), tile.splits),
