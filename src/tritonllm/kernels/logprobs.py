@@ -145,7 +145,7 @@ def plan_token_logprobs(
         op,
         lambda: f"num_top must be from 0 to {min(MAX_TOP, vocab_size)}, not {num_top}",
     )
-    top = triton.next_power_of_2(num_top) if num_top else 0
+    top = max(triton.next_power_of_2(num_top), 2) if num_top else 0  # Triton 3.6 cannot take the top 1
     tile, tiles, lanes = tiling(vocab_size, tile)
     tile = max(tile, top)
     sums = torch.empty((batch, tiles, 2), dtype=torch.float32, device=logits.device)

@@ -62,7 +62,7 @@ def _control(dtype: torch.dtype, whole: bool = False) -> list[Launch]:
         launches += plan_kept_threshold(
             adjusted, floats[:, 2], rows[:, 3], floats[:, 4], thresholds, min_ps=floats[:, 7]
         )
-    for width in (1, 21) if whole else (21,):
+    for width in (1, 2, 21) if whole else (21,):
         outputs = meta(_BATCH, width, dtype=torch.float32), meta(_BATCH, width, dtype=torch.int32), ranks
         launches += plan_token_logprobs(logits, tokens, rows[:, NUM_LOGPROBS], *outputs)
     return launches
