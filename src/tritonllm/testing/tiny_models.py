@@ -107,8 +107,10 @@ def save_tiny_checkpoint(
     from transformers import AutoModelForCausalLM
 
     folder = Path(folder)
-    # Through a copy: building a model writes to its config.
-    model = AutoModelForCausalLM.from_config(type(hf_config).from_dict(hf_config.to_dict()))
+    # Through a copy: building a model writes to its config. Eager attention: up to 5.17 transformers has PyTorch compute
+    # Gemma 2's by default, which leaves out the bound on scores.
+    copied = type(hf_config).from_dict(hf_config.to_dict())
+    model = AutoModelForCausalLM.from_config(copied, attn_implementation="eager")
     randomize_weights(model, seed)
     for parameter in model.parameters():  # and not the buffers: rotary frequencies stay exact
         parameter.data = parameter.data.to(dtype)
