@@ -9,7 +9,7 @@ from tritonllm import LLMEngine, ModelSpec
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.llama import LlamaForCausalLM
 from tritonllm.registry import default_registry
-from tritonllm.testing import assert_matches_hf, assert_ways_agree, tiny_hf_config
+from tritonllm.testing import assert_matches_hf, assert_ways_agree, save_tiny_checkpoint, tiny_hf_config
 from tritonllm.testing.hf_comparison import reference_config
 
 
@@ -96,3 +96,12 @@ def test_a_broken_way_is_named(tiny, monkeypatch) -> None:
     monkeypatch.undo()
     with pytest.raises(AssertionError, match="preempted: a pool of 2 blocks preempted nobody"):
         assert_ways_agree(folder, [[5]], 4, ["preempted"], device="cpu")
+
+
+def test_a_twin_bounds_its_scores_whatever_transformers_would_choose(monkeypatch, tmp_path) -> None:
+    """PyTorch's attention, the choice of some versions, knows no bound on scores."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    twin = save_tiny_checkpoint(tiny_hf_config("gemma2"), tmp_path)
+    assert twin.config._attn_implementation == "eager"

@@ -165,6 +165,14 @@ def test_ttft(run, llama: str) -> None:
         assert row["fraction"] == pytest.approx(row["floor_ms"] / row["ms"], abs=0.01)
 
 
+def test_two_ranks_share_the_floor(run, llama: str) -> None:
+    rates = ("--memory-rate", "0.0001", "--matrix-rate", "0.0001")
+    sizes = ("--lengths", "40", "--runs", "1", "--json")
+    alone, shared = (report(run("ttft", llama, *CPU, *rates, *sizes, "--world-size", size)) for size in ("1", "2"))
+    assert shared["conditions"]["world_size"] == 2
+    assert shared["lengths"][0]["floor_ms"] == pytest.approx(alone["lengths"][0]["floor_ms"] / 2, rel=0.01)
+
+
 class TestStartup:
     def test_two_processes_a_run(self, run, llama: str) -> None:
         told = report(run("startup", llama, *CPU, "--runs", "1", "--max-model-length", "64", "--json"))

@@ -140,6 +140,13 @@ class TestCeilings:
         rates = measure_ceilings(PLACE, clock, copy_bytes=1000, side=50)
         assert rates == Rates(memory=pytest.approx(2 * 1000 / 2e-6), matrix=pytest.approx(2 * 50**3 / 2e-6))
 
+    def test_memory_counts_at_its_best(self) -> None:
+        """A sum moves half of what a copy does."""
+        for times, best in (([4.0, 2.0, 2.0], 1e9), ([4.0, 8.0, 1.0], 1e9), ([1.0, 8.0, 8.0], 2e9)):
+            timer = iter([*times, 1.0])
+            rates = measure_ceilings(PLACE, lambda calls, timer=timer: next(timer), copy_bytes=1000, side=50)
+            assert rates.memory == pytest.approx(best)
+
 
 class TestMeasuring:
     def test_a_row(self) -> None:
@@ -223,7 +230,7 @@ class TestCommand:
         assert (code, err) == (0, "")
         first, ceilings, _, titles, norm, silu, _, last = out.splitlines()
         assert first.startswith(f"{small} in float32 on cpu, torch ")
-        assert ceilings == "a copy reaches 0.00 TB/s, a product 0 TFLOP/s"
+        assert ceilings == "memory reaches 0.00 TB/s, a product 0 TFLOP/s"
         assert titles.split() == ["op", "shape", "us", "floor", "of", "it", "TB/s", "TFLOP/s", "beside", "it,", "bar"]
         assert norm.split() == [
             "rms_norm", "tokens", "3", "columns", "8", "2.00", "0.22", "11%", "0.00", "-", "<=", "2", "us:", "reached",

@@ -27,6 +27,10 @@ class Rates:
     memory: float
     matrix: float
 
+    def together(self, devices: int) -> Rates:
+        """Of so many devices that share a model; what they say to each other is not counted."""
+        return Rates(self.memory * devices, self.matrix * devices)
+
 
 MEASURED = {"H200": Rates(memory=4.3e12, matrix=700e12)}
 """By a part of the device's name."""

@@ -28,6 +28,8 @@ _KEYS = (
     "block_size",
     "max_cached_blocks",
     "enforce_eager",
+    "world_size",
+    "all_reduce",
 )
 
 # Title of a column and the key of its number, for the rows that each benchmark has.

@@ -24,7 +24,7 @@ class Bench:
 
     Args:
         config: of the engine.
-        memory_rate, matrix_rate: the device's for the floors, as in `find_rates`.
+        memory_rate, matrix_rate: of one device, for the floors, as in `find_rates`; the ranks' add up.
 
     Attributes:
         llm: the engine, which has answered one request already.
@@ -41,6 +41,7 @@ class Bench:
         try:
             decided = self.llm.config
             rates = find_rates(device_name(decided.device), decided.dtype, memory_rate, matrix_rate)
+            rates = rates and rates.together(decided.world_size)
             self.limits = Limits(self.llm.model_config, decided.dtype, rates)
             self._rng = random.Random(0)
             self.timed(self.prompts(1, 3), 1)

@@ -107,8 +107,8 @@ def save_tiny_checkpoint(
     from transformers import AutoModelForCausalLM
 
     folder = Path(folder)
-    # Through a copy: building a model writes to its config. Eager attention: up to 5.17 transformers has PyTorch compute
-    # Gemma 2's by default, which leaves out the bound on scores.
+    # Through a copy: building a model writes to its config. Eager attention: by default transformers 5.17 has PyTorch
+    # compute Gemma 2's, which leaves out the bound on scores.
     copied = type(hf_config).from_dict(hf_config.to_dict())
     model = AutoModelForCausalLM.from_config(copied, attn_implementation="eager")
     randomize_weights(model, seed)

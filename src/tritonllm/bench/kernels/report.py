@@ -96,7 +96,7 @@ def run(
         torch.manual_seed(0)
         rates = ceilings(place, timer)
         tell(f"{name} in {dtype} on {conditions['gpu'] or place.device.type}, {versions}")
-        tell(f"a copy reaches {rates.memory / 1e12:.2f} TB/s, a product {rates.matrix / 1e12:.0f} TFLOP/s")
+        tell(f"memory reaches {rates.memory / 1e12:.2f} TB/s, a product {rates.matrix / 1e12:.0f} TFLOP/s")
         tell("")
         tell(table.title())
         for row in measure_rows(rows, place, rates, timer):
