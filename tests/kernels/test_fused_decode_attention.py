@@ -228,7 +228,7 @@ def test_few_programs_are_cut_for_latency() -> None:
     assert [(tile.splits, tile.keys, tile.stages, tile.min_tiles, tile.head_start) for tile in tiles] == [
         (32, 32, 3, 1, True),
         (8, 32, 3, 1, True),
-        (4, 64, 4, 1, False),
+        (4, 64, 3, 1, False),
         (4, 64, 3, 32, False),
     ]
 

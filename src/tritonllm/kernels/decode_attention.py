@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.decode_splits import decode_splits, tiles_before_split
+from tritonllm.kernels.decode_splits import DecodeGrid, decode_grid, decode_splits
 from tritonllm.kernels.dependent_launch import start_after_previous
 from tritonllm.kernels.launch import Launch, check, gpu_of, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.longest_first import check_order
@@ -186,12 +186,19 @@ def check_decode_batch(
     )
 
 
-def key_tile(block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
-    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
+def key_tile(grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
+    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory.
+
+    No more than three stages, so that two programs share an SM and one computes while the other waits; and small tiles
+    for a small batch, whose programs have one or two each and should all run at once.
+    """
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
         preferences = [(16, 2), (16, 1)]
     else:
-        preferences = [(64, 4), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
+        preferences = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
+        if grid.latency_bound:
+            most = max(4096 // block_d, 16)
+            preferences = [(min(keys, most), stages) for keys, stages in preferences]
     for keys, stages in preferences:
         if (block_g + 2 * keys * stages) * block_d * itemsize <= limit:
             return keys, stages
@@ -229,7 +236,8 @@ def plan_decode_attention(
         op,
         f"out must be like q with unit stride on D, got {shape_of(out)}",
     )
-    splits = num_splits or decode_splits(max(batch, 1), num_kv_heads, workspace.num_sms)
+    grid = decode_grid(batch, num_kv_heads, workspace.num_sms, num_splits)
+    splits = grid.splits
     check_decode_batch(op, out, k_cache, block_tables, context_lens, order, workspace, splits)
     check_score_options(op, scale, window, softcap)
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -237,7 +245,7 @@ def plan_decode_attention(
     block_g = max(16, triton.next_power_of_2(group))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
     pdl = supports_pdl(q.device) if pdl is None else pdl
-    block_n, stages = key_tile(block_g, block_d, q.element_size(), limit)
+    block_n, stages = key_tile(grid, block_g, block_d, q.element_size(), limit)
     return Launch(
         kernel=_decode_attention_kernel,
         grid=(splits, num_kv_heads, batch),
@@ -268,7 +276,7 @@ def plan_decode_attention(
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": k_cache.shape[1],
             "SPLITS": splits,
-            "MIN_TILES": tiles_before_split(batch * num_kv_heads, splits, workspace.num_sms),
+            "MIN_TILES": grid.min_tiles,
             "BLOCK_G": block_g,
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,

@@ -8,7 +8,7 @@ from functools import cache
 import triton
 
 from tritonllm.kernels.decode_attention import key_tile
-from tritonllm.kernels.decode_splits import decode_splits, tiles_before_split
+from tritonllm.kernels.decode_splits import decode_grid
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,18 @@ def fused_tile(
     """The choice for a batch: by latency if its (sequence, KV head) pairs leave most SMs idle, else by bandwidth."""
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)
-    splits = decode_splits(max(batch, 1), num_kv_heads, num_sms)
-    keys, stages = key_tile(block_g, block_d, itemsize, shared_memory)
-    pairs = batch * num_kv_heads
-    # With SMs to spare nothing speaks against a program a tile.
-    min_tiles = 1 if 2 * pairs <= num_sms else tiles_before_split(pairs, splits, num_sms)
-    latency_bound = 4 * pairs <= num_sms
-    if latency_bound:
-        # A program has a tile or two. Small ones, of which several fit on an SM, all run at once; and the first lies in
-        # registers, 32 a thread.
-        keys, stages = min(keys, max(4096 // block_d, 16)), min(stages, 3)
-    elif pairs > num_sms:
-        stages = min(stages, 3)  # so that two programs share an SM and one computes while the other waits
+    grid = decode_grid(batch, num_kv_heads, num_sms)
+    keys, stages = key_tile(grid, block_g, block_d, itemsize, shared_memory)
     return FusedTile(
-        splits=splits,
-        min_tiles=min_tiles,
+        splits=grid.splits,
+        min_tiles=grid.min_tiles,
         keys=keys,
         stages=stages,
         warps=4 if block_g * block_d <= 64 * 128 else 8,
         # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
-        merge_heads=min(max(16384 // (splits * block_d), 1), max(triton.next_power_of_2(group), 4)),
-        head_start=latency_bound,
+        merge_heads=min(max(16384 // (grid.splits * block_d), 1), max(triton.next_power_of_2(group), 4)),
+        # Of a small tile, so that it takes no more than 32 registers a thread.
+        head_start=grid.latency_bound,
     )
 
 
