@@ -55,6 +55,7 @@ _RULES: dict[str, Rule] = {
         f"a sequence of at least one integer from 0 to {_INT32_MAX}",
         lambda value: integers(0, _INT32_MAX).accepts(value) and value != (),
     ).or_none(),
+    "bad_words": texts(),
     "min_tokens": integer(0),
     "logprobs": integer(0, MAX_LOGPROBS).or_none(),
     "prompt_logprobs": integer(0, MAX_LOGPROBS).or_none(),
@@ -92,6 +93,10 @@ class SamplingParams:
         logit_bias: a mapping from token ids to what is added to their logits, in [-100, 100], before penalties; stored
             as a tuple of pairs.
         allowed_token_ids: all other tokens are forbidden; None allows all.
+        bad_words: strings that must not come up in the output, none of them empty; one string will do. Each is taken as
+            its tokens with and without a space in front: the last token is forbidden where the output ends with all
+            before it, and the same text made of other tokens is not noticed. At most 512 such sequences, of at most 16
+            tokens each. They need a tokenizer.
         min_tokens: no token that ends the text is chosen before so many others were: >= 0, at most `max_tokens`.
         logprobs: report the log probability of each chosen token and of so many likeliest ones, 0 to 20; None reports
             nothing. They are the model's own, without temperature, penalties and filters.
@@ -122,6 +127,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -133,9 +139,10 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             if isinstance(value, (list, set, frozenset, range)):
                 object.__setattr__(self, name, tuple(value))

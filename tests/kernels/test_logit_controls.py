@@ -1,4 +1,4 @@
-"""Bias, penalties and masks, against their definitions token by token in float64."""
+"""Bias, penalties, masks and bad words, against their definitions token by token in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tritonllm.errors import KernelError
 from tritonllm.kernels.logit_controls import adjust_logits, plan_adjust_logits
 from tritonllm.kernels.reference import logits as reference
-from tritonllm.testing.logit_rows import ControlledRows
+from tritonllm.testing.logit_rows import Control, ControlledRows
 from tritonllm.testing.sampling_rows import generator, strided
 
 
@@ -23,7 +23,7 @@ def expected(logits: torch.Tensor, rows: ControlledRows, row: int) -> list[float
     adjusted = [float(x) for x in logits[row].float().tolist()]
     if control.context_len <= 0:
         return adjusted
-    outputs = [*control.output, *([control.newest] if control.penalties else [])]
+    outputs = control.whole_output
     for token, (bias, min_length) in control.biases.items():
         adjusted[token] += bias if control.context_len >= min_length else -float("inf")
     rounded = struct.unpack("3f", struct.pack("3f", *(control.penalties or (1, 0, 0))))
@@ -34,7 +34,16 @@ def expected(logits: torch.Tensor, rows: ControlledRows, row: int) -> list[float
         adjusted[token] -= presence + frequency * outputs.count(token)
     if control.allowed is not None:
         adjusted = [x if token in control.allowed else -float("inf") for token, x in enumerate(adjusted)]
+    for *others, last in control.bad_words:
+        if outputs[len(outputs) - len(others) :] == others and len(others) <= len(outputs):
+            adjusted[last] = -float("inf")
     return adjusted
+
+
+def state_of(rows: ControlledRows, device: torch.device) -> list[torch.Tensor]:
+    """What `adjust_logits` takes beside logits."""
+    parts = (rows.headers, rows.counts, rows.masks, rows.biases, rows.bad_words, rows.recent)
+    return [part(device) for part in parts]
 
 
 @EXAMPLES
@@ -46,13 +55,14 @@ def test_adjusted_logits_are_those_of_the_definition(
     rows = ControlledRows.random(seed, batch=4, vocab_size=size)
     logits = strided((torch.randn(4, size, generator=generator(seed)) * 5).to(dtype), device)
     before = logits.clone()
-    counts = rows.counts(device)
-    adjusted = adjust_logits(logits, rows.headers(device), counts, rows.masks(device), rows.biases(device)).cpu()
+    state = state_of(rows, device)
+    adjusted = adjust_logits(logits, *state).cpu()
     assert torch.equal(logits, before)
     for row in range(4):
         wanted = torch.tensor(expected(logits.cpu(), rows, row), dtype=torch.float64)
         torch.testing.assert_close(adjusted[row].double(), wanted, rtol=1e-6, atol=1e-5)
-    assert counts.tolist() == rows.counts_after().tolist()
+    assert state[1].tolist() == rows.counts_after().tolist()
+    assert state[5].tolist() == rows.recent_after().tolist()
 
 
 @EXAMPLES
@@ -61,11 +71,12 @@ def test_the_kernel_gives_the_bits_of_the_reference(device: torch.device, seed: 
     """So a token with a bias of 0 on the list, which the second kernel writes, is as it was without."""
     rows = ControlledRows.random(seed, batch=3, vocab_size=size)
     logits = strided(torch.randn(3, size, generator=generator(seed)) * 5, device)
-    states = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    states = state_of(rows, device)
     theirs = [state.cpu().clone() for state in states]
     adjusted = adjust_logits(logits, *states)
     assert torch.equal(adjusted.cpu(), reference.adjust_logits(logits.cpu(), *theirs))
     assert torch.equal(states[1].cpu(), theirs[1])
+    assert torch.equal(states[5].cpu(), theirs[5])
 
 
 def test_rows_without_controls_are_copied(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -73,20 +84,20 @@ def test_rows_without_controls_are_copied(device: torch.device, dtypes: tuple[to
     for dtype in dtypes:
         logits = torch.randn(2, LARGE, generator=generator(0)).to(dtype).to(device)
         rows = ControlledRows.random(3, batch=2, vocab_size=LARGE)
-        headers, counts = rows.headers(device), rows.counts(device)
-        headers[0] = 0
-        headers[1, 1] = 0
-        before = counts.clone()
-        adjusted = adjust_logits(logits, headers, counts, rows.masks(device), rows.biases(device))
+        state = state_of(rows, device)
+        state[0][0] = 0
+        state[0][1, 1] = 0
+        before = [part.clone() for part in state]
+        adjusted = adjust_logits(logits, *state)
         assert torch.equal(adjusted, logits.float())
-        assert torch.equal(counts, before)
+        assert all(map(torch.equal, state, before))
 
 
 def test_nothing_of_a_row_reaches_another(device: torch.device) -> None:
     size = 300
     rows = ControlledRows.random(7, batch=6, vocab_size=size)
     logits = (torch.randn(6, size, generator=generator(7)) * 5).to(device)
-    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    state = state_of(rows, device)
     together = adjust_logits(logits, *(part.clone() for part in state))
     for row in range(6):
         alone = adjust_logits(logits[row : row + 1], *(part[row : row + 1].clone() for part in state))
@@ -98,11 +109,11 @@ def test_nan_stays_and_infinity_follows_the_rules(device: torch.device) -> None:
     for control in rows.controls:
         control.context_len, control.penalties, control.allowed = 5, (2.0, 1.0, 1.0), {0}
         control.prompt, control.output, control.newest = [0, 1, 2, 3], [0, 1, 2, 3], 0
-        control.biases = {1: (-float("inf"), 0), 2: (1.0, 9)}
+        control.biases, control.bad_words = {1: (-float("inf"), 0), 2: (1.0, 9)}, [(1,), (2,)]
     rows.controls[1].allowed = {0, 1, 2, 3}
     values = [[1.0, torch.nan, torch.nan, torch.nan], [torch.inf] * 4, [-torch.inf] * 4]
     logits = torch.tensor(values, device=device)
-    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    state = state_of(rows, device)
     adjusted = adjust_logits(logits, *state)
     inf = float("inf")
     assert adjusted[0].isnan().tolist() == [False, True, True, True]
@@ -113,12 +124,13 @@ def test_a_count_ends_at_32767(device: torch.device) -> None:
     rows = ControlledRows.random(2, batch=2, vocab_size=40)
     for control in rows.controls:
         control.context_len, control.penalties, control.newest = 3, (1.0, 0.0, 1.0), 9
-        control.biases, control.allowed = {}, None
+        control.biases, control.allowed, control.bad_words = {}, None, []
     counts = rows.counts(device)
     counts[:, 9] = torch.tensor([32766, -2], dtype=torch.int16)  # the second is of the prompt as well
     logits = torch.zeros(2, 40, device=device)
+    headers, _, *others = state_of(rows, device)
     for _ in range(3):
-        adjusted = adjust_logits(logits, rows.headers(device), counts, rows.masks(device), rows.biases(device))
+        adjusted = adjust_logits(logits, headers, counts, *others)
         assert counts[:, 9].tolist() == [32767, -1]
         assert adjusted[:, 9].tolist() == [-32767.0] * 2
 
@@ -127,10 +139,10 @@ def test_a_count_ends_at_32767(device: torch.device) -> None:
 def test_what_is_no_token_is_not_counted(device: torch.device, newest: int) -> None:
     rows = ControlledRows.random(2, batch=1, vocab_size=50)
     rows.controls[0].context_len, rows.controls[0].penalties = 4, (1.0, 1.0, 1.0)
-    headers, counts = rows.headers(device), rows.counts(device)
+    headers, counts, *others = state_of(rows, device)
     headers[0, 0] = newest
     before = counts.clone()
-    adjust_logits(torch.zeros(1, 50, device=device), headers, counts, rows.masks(device), rows.biases(device))
+    adjust_logits(torch.zeros(1, 50, device=device), headers, counts, *others)
     assert torch.equal(counts, before)
 
 
@@ -140,13 +152,56 @@ def test_the_tile_changes_nothing(device: torch.device) -> None:
     logits = torch.randn(2, size, generator=generator(11)).to(device)
     results = []
     for tile in (64, 256, 4096):
-        counts = rows.counts(device)
         out = torch.empty(2, size, device=device)
-        state = rows.headers(device), counts, rows.masks(device), rows.biases(device)
+        state = state_of(rows, device)
         for launch in plan_adjust_logits(logits, *state, out, tile=tile):
             launch.run()
-        results.append((out, counts))
+        results.append((out, state[1]))
     assert all(torch.equal(one, other) for result in results for one, other in zip(result, results[0], strict=True))
+
+
+def words_alone(bad_words: list[tuple[int, ...]], batch: int = 1) -> ControlledRows:
+    """Rows of 5 tokens, 4 of them prompt, that have only words."""
+    return ControlledRows([Control(5, 7, [], [], bad_words=bad_words) for _ in range(batch)], 50)
+
+
+def test_words_are_followed_from_step_to_step(device: torch.device) -> None:
+    """As the engine does: the row and the ring stay, and a token is appended; the ring goes around more than once."""
+    words = [(3,), (7, 8), (8, 8, 9), (7, 7, 7, 7), (9, 7, 9)]
+    rows = words_alone(words)
+    state = state_of(rows, device)
+    output = []
+    for token in [7, 8, 8, 7, 7, 7, 9, 7, 7, 8, 8, 8, 7, 9, 7, 3]:
+        output.append(token)
+        state[0][0, 0], state[0][0, 1] = token, 4 + len(output)
+        adjusted = adjust_logits(torch.zeros(1, 50, device=device), *state)[0]
+        forbidden = {word[-1] for word in words if [*word[:-1]] == output[len(output) - len(word) + 1 :]}
+        assert {*(adjusted == -torch.inf).nonzero()[:, 0].tolist()} == forbidden
+        assert adjusted.isfinite().sum() == 50 - len(forbidden)
+
+
+def test_words_begin_in_the_output(device: torch.device) -> None:
+    """What the ring has from before is not taken for output, and neither is what lies before the sequence."""
+    state = state_of(words_alone([(6, 7, 8), (7, 9)]), device)
+    adjusted = adjust_logits(torch.zeros(1, 50, device=device), *state)[0]
+    assert (adjusted == -torch.inf).nonzero()[:, 0].tolist() == [9]
+    state[0][0, 1] = 1
+    state[5].fill_(6)
+    adjusted = adjust_logits(torch.zeros(1, 50, device=device), *state)[0]
+    assert (adjusted == -torch.inf).nonzero()[:, 0].tolist() == [9]
+
+
+@pytest.mark.parametrize("num_biases", [0, 1024])
+def test_hundreds_of_words_in_one_program_and_in_four(device: torch.device, num_biases: int) -> None:
+    words = [(7, token) if token % 2 else (8, token) for token in range(200)]
+    rows = words_alone(words, batch=2)
+    rows.vocab_size = 300
+    headers, counts, masks, _, bad_words, recent = state_of(rows, device)
+    biases = torch.zeros(2, num_biases, 3, dtype=torch.int32, device=device)
+    headers[1, 0] = 8
+    adjusted = adjust_logits(torch.zeros(2, 300, device=device), headers, counts, masks, biases, bad_words, recent)
+    forbidden = [{*(row == -torch.inf).nonzero()[:, 0].tolist()} for row in adjusted]
+    assert forbidden == [{*range(1, 200, 2)}, {*range(0, 200, 2)}]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter would take minutes")
@@ -155,7 +210,7 @@ def test_rows_that_lie_beyond_32_bit_offsets(device: torch.device) -> None:
     batch, size = 3, 151936
     logits = torch.zeros(batch, 2**30, dtype=torch.bfloat16, device=device)[:, :size]
     rows = ControlledRows.random(5, batch=batch, vocab_size=size)
-    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
+    state = state_of(rows, device)
     alone = [part[2:].clone() for part in state]
     assert torch.equal(adjust_logits(logits, *state)[2], adjust_logits(logits[2:].clone(), *alone)[0])
 
@@ -170,12 +225,16 @@ def test_rows_that_lie_beyond_32_bit_offsets(device: torch.device) -> None:
         ("masks", lambda state: state[2][:, :1]),
         ("biases", lambda state: state[3][0]),
         ("biases", lambda state: state[3].transpose(1, 2)),
+        ("bad_words", lambda state: state[4][:, :, :2]),
+        ("bad_words", lambda state: state[4].long()),
+        ("recent", lambda state: state[5][:, :3].contiguous()),
+        ("recent", lambda state: state[5][0]),
     ],
 )
 def test_wrong_tensors_are_refused(device: torch.device, name: str, change: object) -> None:
     rows = ControlledRows.random(5, batch=2, vocab_size=70)
-    state = [rows.headers(device), rows.counts(device), rows.masks(device), rows.biases(device)]
-    index = ["rows", "counts", "masks", "biases"].index(name)
+    state = state_of(rows, device)
+    index = ["rows", "counts", "masks", "biases", "bad_words", "recent"].index(name)
     state[index] = change(state)  # type: ignore[operator]
     with pytest.raises(KernelError, match=f"adjust_logits: {name} must be"):
         adjust_logits(torch.zeros(2, 70, device=device), *state)

@@ -119,6 +119,8 @@ def arguments_of(name: str) -> dict[str, Any]:
             "logits": draw.normal(2, 50), "rows": controlled, "counts": draw.integers(0, 2, 2, 50).short(),
             "masks": draw.integers(-(2**31), 2**31 - 1, 2, 2),
             "biases": torch.tensor([[[9, 0, 0], [3, 1, 0], [4, 5, 9]]] * 2, dtype=torch.int32),
+            "bad_words": torch.tensor([[[8, 2], [7, -1]]] * 2, dtype=torch.int32),
+            "recent": torch.tensor([[1, 2]] * 2, dtype=torch.int32),
         },
         "token_logprobs": {
             "logits": draw.normal(3, 50), "tokens": draw.integers(0, 50, 3), "wanted": draw.integers(0, 2, 3),

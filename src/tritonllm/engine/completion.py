@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tritonllm.engine.detokenizer import Detokenizer, decode
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.outputs import RequestOutput, StreamOutput
 from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.stop_strings import StopStrings
@@ -67,10 +68,22 @@ class Completion:
             return None
         self.read()
         text = "".join(self._pieces[self._num_pieces_sent :])
-        self._num_sent += len(token_ids)
+        is_first = self._num_sent == 0
+        new = slice(self._num_sent, self._num_sent + len(token_ids))
+        self._num_sent = new.stop
         self.all_sent = seq.is_finished
         self._num_pieces_sent = len(self._pieces)
-        return StreamOutput(self.index, text, token_ids, seq.finish_reason, seq.error, seq.stop_reason, self.sample)
+        return StreamOutput(
+            self.index,
+            text,
+            token_ids,
+            seq.finish_reason,
+            seq.error,
+            seq.stop_reason,
+            self.sample,
+            None if self._logprobs is None else self._logprobs[new],
+            self._prompt_logprobs if is_first else None,
+        )
 
     def text(self) -> str:
         """All text of a finished request."""
@@ -91,10 +104,18 @@ class Completion:
             seq.num_cached_tokens,
             seq.stop_reason,
             self.sample,
-            None if seq.sampling_params.logprobs is None else seq.logprobs,
-            None if seq.sampling_params.prompt_logprobs is None else [None, *seq.prompt_logprobs],
+            self._logprobs,
+            self._prompt_logprobs,
             self.text,
         )
+
+    @property
+    def _logprobs(self) -> list[TokenLogprobs] | None:
+        return None if self.seq.sampling_params.logprobs is None else self.seq.logprobs
+
+    @property
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        return None if self.seq.sampling_params.prompt_logprobs is None else [None, *self.seq.prompt_logprobs]
 
     @property
     def _stop_string(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What rows say about single tokens, on the device: counts for penalties, masks, and lists of biases."""
+"""What rows say about tokens, on the device: counts for penalties, masks, lists of biases, and bad words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tritonllm.engine.bad_words import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from tritonllm.engine.controls import MAX_BIASES, RowControls, Seen
 from tritonllm.engine.upload import float_bits, on_host, upload
 
@@ -23,11 +24,13 @@ class ControlledRow(NamedTuple):
         row: which.
         controls: what it says.
         seen: the tokens that its penalties have counted; None without penalties.
+        recent: the newest of them that are of the output, as a ring; None without bad words.
     """
 
     row: int
     controls: RowControls
     seen: Seen | None
+    recent: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,15 @@ class ControlState:
         counts: int16 `[R, V]`.
         masks: int32 `[R, ceil(V / 32)]`.
         biases: int32 `[R, MAX_BIASES, 3]`.
+        bad_words: int32 `[R, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS]`.
+        recent: int32 `[R, MAX_BAD_WORD_TOKENS]`.
     """
 
     counts: torch.Tensor
     masks: torch.Tensor
     biases: torch.Tensor
+    bad_words: torch.Tensor
+    recent: torch.Tensor
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> ControlState:
@@ -51,19 +58,24 @@ class ControlState:
             torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device),
             torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device),
             torch.zeros(num_rows, MAX_BIASES, 3, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, MAX_BAD_WORD_TOKENS, dtype=torch.int32, device=device),
         )
 
     def first(self, num_rows: int) -> ControlState:
         """The state of the first rows, as views."""
-        return ControlState(self.counts[:num_rows], self.masks[:num_rows], self.biases[:num_rows])
+        return ControlState(*(part[:num_rows] for part in vars(self).values()))
 
     def write(self, rows: Iterable[ControlledRow]) -> None:
         """Write what rows use, in one upload that the host does not wait for, and the masks of rows that have one."""
         counted, places, words = [], [], []
         bias_places, biases = [], []
+        word_places, bad_words = [], []
+        ringed: list[int] = []
+        rings: list[int] = []
         masked = []
         vocab_size, width = self.counts.shape[1], self.masks.shape[1]
-        for row, controls, seen in rows:
+        for row, controls, seen, recent in rows:
             if seen is not None:
                 tokens, row_words = count_words(*seen)
                 counted.append(row)
@@ -72,18 +84,31 @@ class ControlState:
             for entry, (token, bias, min_length) in enumerate(controls.biases):
                 bias_places.append(row * MAX_BIASES + entry)
                 biases += [token, float_bits(bias), min_length]
+            for entry, word in enumerate(controls.bad_words):
+                word_places.append(row * MAX_BAD_WORDS + entry)
+                bad_words += [*reversed(word), *[-1] * (MAX_BAD_WORD_TOKENS - len(word))]
+            if recent is not None:
+                ringed.append(row)
+                rings += recent
             if controls.allowed_token_ids is not None:
                 masked.append((row, mask_words(controls.allowed_token_ids, width)))
         device = self.counts.device
         where = np.concatenate(places[0::2]) if places else ()
         what = np.concatenate(places[1::2]) if places else ()
         sections = [counted, where, what, np.concatenate(words) if words else (), bias_places, biases]
-        counted_, where_, what_, words_, bias_places_, biases_ = upload(sections, device)
+        sections += [word_places, bad_words, ringed, rings]
+        counted_, where_, what_, words_, bias_places_, biases_, *others = upload(sections, device)
         if counted:
             self.counts.index_fill_(0, counted_.long(), 0)
             self.counts.view(-1).index_copy_(0, where_.long() * vocab_size + what_, words_.to(torch.int16))
         if bias_places:
             self.biases.view(-1, 3).index_copy_(0, bias_places_.long(), biases_.view(-1, 3))
+        if ringed:
+            word_places_, bad_words_, ringed_, rings_ = others
+            self.bad_words.view(-1, MAX_BAD_WORD_TOKENS).index_copy_(
+                0, word_places_.long(), bad_words_.view(-1, MAX_BAD_WORD_TOKENS)
+            )
+            self.recent.index_copy_(0, ringed_.long(), rings_.view(-1, MAX_BAD_WORD_TOKENS))
         for row, mask in masked:
             self.masks[row].copy_(on_host(mask, device), non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""What a request says about single tokens, and what is reported of them, as plain numbers."""
+"""What a request says about tokens, and what is reported of them, as plain numbers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class RowControls(NamedTuple):
             that of the prompt and the output so far.
         allowed_token_ids: all others are forbidden; None forbids none.
         num_logprobs: likeliest tokens to report beside the chosen one, -1 to report nothing.
+        bad_words: sequences of tokens; the last one is forbidden where the output ends with all others.
     """
 
     min_p: float
@@ -34,6 +35,7 @@ class RowControls(NamedTuple):
     biases: tuple[tuple[int, float, int], ...]
     allowed_token_ids: tuple[int, ...] | None
     num_logprobs: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -44,12 +46,18 @@ class RowControls(NamedTuple):
 _NONE = RowControls(0, 1, 0, 0, (), None, -1)
 
 
-def controls_of(params: SamplingParams, num_prompt_tokens: int, end_token_ids: Collection[int]) -> RowControls | None:
+def controls_of(
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    end_token_ids: Collection[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> RowControls | None:
     """The controls of a request, None if it has none.
 
     Args:
         num_prompt_tokens: length of its prompt.
         end_token_ids: ids that end its text; none of them is chosen before `min_tokens`.
+        bad_words: tokens of its bad words.
     """
     biases = {token: (bias, 0) for token, bias in dict(params.logit_bias).items()}
     if params.min_tokens:
@@ -63,16 +71,23 @@ def controls_of(params: SamplingParams, num_prompt_tokens: int, end_token_ids: C
         biases=tuple((token, *entry) for token, entry in biases.items()),
         allowed_token_ids=params.allowed_token_ids,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        bad_words=bad_words,
     )
     return None if controls == _NONE else controls
 
 
-def check_controls(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+def check_controls(
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> None:
     """Raise RequestError if a request's controls do not fit a model: nothing is queued then.
 
     Args:
         vocab_size: ids are below it.
         eos_token_ids: those of the model.
+        bad_words: tokens of the request's bad words.
     """
     end_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     named = {"logit_bias": tuple(dict(params.logit_bias)), "allowed_token_ids": params.allowed_token_ids or ()}
@@ -85,6 +100,13 @@ def check_controls(params: SamplingParams, vocab_size: int, eos_token_ids: Colle
         raise RequestError(
             f"allowed_token_ids={params.allowed_token_ids} all end the text, which min_tokens={params.min_tokens} "
             "forbids; allow one more token"
+        )
+    # A row without any token left would get one that is forbidden.
+    may_be_forbidden = {word[-1] for word in bad_words}.union(end_token_ids if params.min_tokens else ())
+    if bad_words and params.allowed_token_ids and may_be_forbidden.issuperset(params.allowed_token_ids):
+        raise RequestError(
+            f"allowed_token_ids={params.allowed_token_ids} may all be forbidden by bad_words={params.bad_words} and "
+            f"min_tokens={params.min_tokens}; allow a token that ends no bad word"
         )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tritonllm.config import EngineConfig
+from tritonllm.engine.bad_words import tokenize_bad_words
 from tritonllm.engine.completion import Completion
 from tritonllm.engine.controls import check_controls
 from tritonllm.engine.launch_place import launch_place
@@ -17,7 +18,7 @@ from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.model_runner import ModelRunner
 from tritonllm.engine.outputs import RequestOutput, StreamOutput, as_result
 from tritonllm.engine.progress import show_progress
-from tritonllm.engine.prompts import Prompt, as_continued, as_params_list, as_requests, tokenize, tokenize_chat
+from tritonllm.engine.prompts import Prompt, Request, as_continued, as_params_list, as_requests, tokenize, tokenize_chat
 from tritonllm.engine.resolve import resolve_model
 from tritonllm.engine.samples import samples_of
 from tritonllm.engine.scheduler import Scheduler
@@ -287,32 +288,32 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served; nothing was queued.
         """
-        return self._queue(self._check(prompt, params), params)
+        return self._queue(self._check(prompt, params))
 
     @property
     def step_loop(self) -> StepLoop:
         """What steps the engine; for whoever owns it from another thread."""
         return self._loop
 
-    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt that can be served."""
+    def _check(self, prompt: Prompt, params: SamplingParams) -> Request:
         if params.stop and self.tokenizer is None:
             raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids, or set the tokenizer key")
         token_ids = tokenize(prompt, self.tokenizer, self.model_config.vocab_size)
         self.scheduler.check(len(token_ids), params.max_model_length)
-        check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids)
-        return token_ids
+        bad_words = tokenize_bad_words(params.bad_words, self.tokenizer)
+        check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids, bad_words)
+        return Request(token_ids, params, bad_words)
 
     def _check_all(
         self, prompts: Prompt | ListOf[Prompt], sampling_params: SamplingParams | ListOf[SamplingParams] | None
-    ) -> list[tuple[list[int], SamplingParams]]:
+    ) -> list[Request]:
         self._loop.require_usable()
         return as_requests(prompts, sampling_params, self._check)
 
-    def _queue(self, token_ids: list[int], params: SamplingParams, index: int = 0) -> list[Completion]:
+    def _queue(self, request: Request, index: int = 0) -> list[Completion]:
         # Requests without a seed draw from the engine's, each from a stream of its own.
         seed = (self.config.seed + self._num_requests * 0x9E3779B97F4A7C15) % 2**64
-        first, *others = samples_of(token_ids, params, self.config.block_size, seed)
+        first, *others = samples_of(request.token_ids, request.params, self.config.block_size, seed, request.bad_words)
         self.scheduler.add_sequence(first, others)
         self._num_requests += 1
         completions = [
@@ -321,14 +322,10 @@ class LLMEngine:
         self._loop.watched += [completion for completion in completions if completion.has_stop_strings]
         return completions
 
-    def _queue_all(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-        return [
-            completion
-            for index, (token_ids, params) in enumerate(requests)
-            for completion in self._queue(token_ids, params, index)
-        ]
+    def _queue_all(self, requests: list[Request]) -> list[Completion]:
+        return [completion for index, request in enumerate(requests) for completion in self._queue(request, index)]
 
-    def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
+    def _stream(self, requests: list[Request]) -> Iterator[StreamOutput]:
         with self._loop.queued(lambda: self._queue_all(requests)) as completions:
             live = completions
             steps = self._loop.steps_until_finished(completions)

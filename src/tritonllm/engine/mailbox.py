@@ -79,4 +79,11 @@ def _joined(pieces: list[StreamOutput]) -> list[StreamOutput]:
 def _join(pieces: list[StreamOutput]) -> StreamOutput:
     text = "".join(piece.text for piece in pieces)
     token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
-    return replace(pieces[-1], text=text, token_ids=token_ids)
+    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
+    return replace(
+        pieces[-1],
+        text=text,
+        token_ids=token_ids,
+        logprobs=None if pieces[-1].logprobs is None else logprobs,
+        prompt_logprobs=pieces[0].prompt_logprobs,
+    )

@@ -69,6 +69,9 @@ class StreamOutput:
         error: one sentence if the reason is "error".
         stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
         sample: which completion of that prompt, 0 unless `SamplingParams.n` asks for several.
+        logprobs: an entry for each of the tokens, if they were asked for.
+        prompt_logprobs: in the first piece of a prompt's first completion an entry for each token of the prompt, None
+            for the first; if they were asked for.
     """
 
     index: int
@@ -78,6 +81,8 @@ class StreamOutput:
     error: str | None = None
     stop_reason: int | str | None = None
     sample: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def as_result(outputs: list[list[RequestOutput]]) -> dict[str, list[Any]]:

@@ -24,6 +24,7 @@ class RowUpdate(NamedTuple):
         block_table: its blocks.
         sampling: how its next token is chosen.
         seen: the tokens before its last, if penalties have to know them.
+        recent: the newest of them as a ring, if bad words have to know them.
     """
 
     row: int
@@ -33,6 +34,7 @@ class RowUpdate(NamedTuple):
     block_table: list[int]
     sampling: RowSampling
     seen: Seen | None = None
+    recent: tuple[int, ...] | None = None
 
 
 class PrefillChunk(NamedTuple):
@@ -47,6 +49,7 @@ class PrefillChunk(NamedTuple):
         seen: the tokens before it, if penalties have to know them.
         next_token_ids: the tokens of the prompt that follow the first, second, ... of the chunk, if their log
             probabilities are wanted.
+        recent: the newest tokens before that one as a ring, if bad words have to know them.
     """
 
     token_ids: list[int]
@@ -56,6 +59,7 @@ class PrefillChunk(NamedTuple):
     sampling: RowSampling
     seen: Seen | None = None
     next_token_ids: tuple[int, ...] = ()
+    recent: tuple[int, ...] | None = None
 
     @property
     def context_len(self) -> int:
@@ -121,6 +125,7 @@ def row_update(seq: Sequence, row: int) -> RowUpdate:
         block_table=list(seq.block_table),
         sampling=seq.sampling,
         seen=seq.seen(seq.length - 1),
+        recent=seq.recent(seq.length - 1),
     )
 
 
@@ -136,6 +141,7 @@ def prefill_chunk(seq: Sequence, num_tokens: int) -> PrefillChunk:
         sampling=seq.sampling,
         seen=seq.seen(stop) if stop == len(seq) else None,
         next_token_ids=seq.next_prompt_tokens(start, stop),
+        recent=seq.recent(stop) if stop == len(seq) else None,
     )
 
 

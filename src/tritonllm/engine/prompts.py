@@ -5,12 +5,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from collections.abc import Sequence as TokenIds
-from typing import Any
+from typing import Any, NamedTuple
 
 from tritonllm.errors import RequestError
 from tritonllm.sampling_params import SamplingParams
 
 Prompt = str | TokenIds[int]
+
+
+class Request(NamedTuple):
+    """A prompt that can be served.
+
+    Attributes:
+        token_ids: the prompt.
+        params: how it is sampled.
+        bad_words: tokens of its bad words.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
@@ -127,9 +141,9 @@ def as_params_list(params: SamplingParams | TokenIds[SamplingParams] | None, cou
 def as_requests(
     prompts: Prompt | TokenIds[Prompt],
     params: SamplingParams | TokenIds[SamplingParams] | None,
-    check: Callable[[Prompt, SamplingParams], list[int]],
-) -> list[tuple[list[int], SamplingParams]]:
-    """Token ids and parameters of every prompt, once `check` has found that all of them can be served.
+    check: Callable[[Prompt, SamplingParams], Request],
+) -> list[Request]:
+    """A request for every prompt, once `check` has found that all of them can be served.
 
     Raises:
         RequestError: one cannot; names its index.
@@ -138,7 +152,7 @@ def as_requests(
     checked = []
     for index, (prompt, param) in enumerate(zip(listed, as_params_list(params, len(listed)), strict=True)):
         try:
-            checked.append((check(prompt, param), param))
+            checked.append(check(prompt, param))
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}") from error
     return checked

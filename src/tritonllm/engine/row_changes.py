@@ -18,7 +18,7 @@ def apply_row_changes(plan: StepPlan, rows: torch.Tensor, sampled: torch.Tensor,
         plan: says which.
         rows: int32 `[max_num_rows, width]`, the decode rows.
         sampled: int32, the tokens of the step before, where a row may take its own from.
-        controls: what the rows say about single tokens.
+        controls: what the rows say about tokens.
     """
     width = rows.shape[1]
     cells = [(row * width + CONTEXT_LEN, 0) for row in plan.cleared_rows]
@@ -46,7 +46,7 @@ def apply_row_changes(plan: StepPlan, rows: torch.Tensor, sampled: torch.Tensor,
         matrix[:, TOKEN] = torch.where(sources >= 0, on_device, matrix[:, TOKEN])
         rows[:, :used].index_copy_(0, changed.long(), matrix)
         controlled = [
-            ControlledRow(update.row, update.sampling.controls, update.seen)
+            ControlledRow(update.row, update.sampling.controls, update.seen, update.recent)
             for update in updates
             if update.sampling.controls is not None
         ]

@@ -9,7 +9,13 @@ from tritonllm.engine.sequence import Sequence
 from tritonllm.sampling_params import SamplingParams
 
 
-def samples_of(token_ids: TokenIds[int], params: SamplingParams, block_size: int, seed: int) -> list[Sequence]:
+def samples_of(
+    token_ids: TokenIds[int],
+    params: SamplingParams,
+    block_size: int,
+    seed: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> list[Sequence]:
     """The `params.n` sequences of a request; the first is what the request would be with n = 1.
 
     Args:
@@ -17,12 +23,13 @@ def samples_of(token_ids: TokenIds[int], params: SamplingParams, block_size: int
         params: of the request.
         block_size: tokens of one cache block.
         seed: of a request that brings none.
+        bad_words: tokens of its bad words.
     """
     own = seed if params.seed is None else params.seed
-    first = Sequence(token_ids, params, block_size=block_size, seed=own)
+    first = Sequence(token_ids, params, block_size=block_size, seed=own, bad_words=bad_words)
     # The first one reports on the prompt; to do so it takes nothing from the prefix cache, where the others find it.
     others = (replace(params, seed=sample_seed(own, i), prompt_logprobs=None) for i in range(1, params.n))
-    return [first, *(Sequence(token_ids, other, block_size=block_size) for other in others)]
+    return [first, *(Sequence(token_ids, other, block_size=block_size, bad_words=bad_words) for other in others)]
 
 
 def sample_seed(seed: int, sample: int) -> int:

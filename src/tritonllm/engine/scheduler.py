@@ -94,7 +94,7 @@ class Scheduler:
         for sample in (seq, *other_samples):
             sample.max_length = min(limit for limit in limits if limit is not None)
             sample.end_token_ids = eos_token_ids.union(params.stop_token_ids)
-            controls = controls_of(sample.sampling_params, seq.num_prompt_tokens, sample.end_token_ids)
+            controls = controls_of(sample.sampling_params, len(sample), sample.end_token_ids, sample.bad_words)
             sample.sampling = sample.sampling._replace(controls=controls)
             sample.status = SequenceStatus.WAITING
         for sample in other_samples:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as TokenIds
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
+from tritonllm.engine.bad_words import ring_of
 from tritonllm.engine.controls import RowControls, Seen, controls_of
 from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.sampling_params import SamplingParams
@@ -72,6 +73,7 @@ class Sequence:
         seq_id: unique in the process.
         token_ids: prompt and completion, as far as read from the device.
         num_prompt_tokens: length of the prompt.
+        bad_words: tokens of the request's bad words.
         max_length: prompt and completion end here; set when the scheduler admits the request.
         end_token_ids: ids that end the text; set then, too.
         sampling: how its tokens are chosen; whole once the scheduler has admitted the request.
@@ -97,17 +99,19 @@ class Sequence:
         *,
         block_size: int = 256,
         seed: int = 0,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.seq_id = _next_seq_id()
         self.sampling_params = sampling_params if sampling_params is not None else SamplingParams()
         self.block_size = block_size
+        self.bad_words = bad_words
         params = self.sampling_params
         self.sampling = RowSampling(
             params.temperature,
             params.top_k,
             params.top_p,
             seed if params.seed is None else params.seed,
-            controls_of(params, len(token_ids), ()),
+            controls_of(params, len(token_ids), (), bad_words),
         )
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -172,6 +176,10 @@ class Sequence:
         if controls is None or not controls.has_penalties:
             return None
         return self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens : stop]
+
+    def recent(self, stop: int) -> tuple[int, ...] | None:
+        """The newest tokens of the output up to `stop` as a ring, if bad words have to know them."""
+        return ring_of(self.token_ids, self.num_prompt_tokens, stop) if self.bad_words else None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -60,7 +60,7 @@ class TokenChoice:
         filters = sampling.temperatures, sampling.top_ks, sampling.top_ps
         if end is Choice.FILTERED or state is None:
             return sample_tokens(logits, *filters, sampling.seeds, positions)
-        adjusted = adjust_logits(logits, sampling.headers, state.counts, state.masks, state.biases)
+        adjusted = adjust_logits(logits, sampling.headers, **vars(state))
         tokens = sample_tokens(adjusted, *filters, sampling.seeds, positions, sampling.min_ps)
         wanted = sampling.headers[:, NUM_LOGPROBS]
         self._results.report(first_row, *token_logprobs(logits, tokens, wanted, self._results.num_top))

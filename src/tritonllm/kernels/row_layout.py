@@ -19,6 +19,7 @@ FREQUENCY_PENALTY = 10  # float32 bits
 CONTROLS = 11  # HAS_PENALTIES and HAS_MASK, or 0
 NUM_BIASES = 12  # entries of the row's list of biases
 NUM_LOGPROBS = 13  # 1 + how many of the likeliest tokens are reported, 0 = off
+NUM_BAD_WORDS = 14  # entries of the row's table of words
 HEADER = 16  # first column of the block table; a multiple of 16 bytes into the row
 
 HAS_PENALTIES = 1  # bits of CONTROLS

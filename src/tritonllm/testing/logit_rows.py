@@ -1,7 +1,7 @@
-"""Rows of decode state that say something about single tokens, drawn at random.
+"""Rows of decode state that say something about tokens, drawn at random.
 
 Poison: what a row does not use holds values that would change it, in the words of the mask, behind the entries of the
-list of biases, and in the columns of penalties that are off.
+list of biases and the table of words, and in the columns of penalties that are off.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from tritonllm.kernels.row_layout import (
     HAS_MASK,
     HAS_PENALTIES,
     HEADER,
+    NUM_BAD_WORDS,
     NUM_BIASES,
     REPETITION_PENALTY,
     TOKEN,
 )
+
+_WIDTH = 4  # tokens of the longest bad word
 
 
 @dataclass
@@ -29,11 +32,12 @@ class Control:
 
     Attributes:
         context_len: tokens of the sequence; 0 for padding.
-        newest: the token that is to be counted.
-        prompt, output: tokens counted so far.
+        newest: the token that is to be taken in, -1 for none.
+        prompt, output: tokens taken in so far.
         penalties: repetition, presence and frequency, or None.
         biases: token to what is added, and the context length below which it is forbidden.
         allowed: the allowed tokens, or None for all.
+        bad_words: sequences of up to 4 tokens.
     """
 
     context_len: int
@@ -43,6 +47,12 @@ class Control:
     penalties: tuple[float, float, float] | None = None
     biases: dict[int, tuple[float, int]] = field(default_factory=dict)
     allowed: set[int] | None = None
+    bad_words: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def whole_output(self) -> list[int]:
+        """The output once the newest token is taken in."""
+        return [*self.output, *([self.newest] if self.newest >= 0 else [])]
 
 
 class ControlledRows:
@@ -59,7 +69,7 @@ class ControlledRows:
 
     @classmethod
     def random(cls, seed: int, batch: int, vocab_size: int) -> ControlledRows:
-        """Rows that use any of penalties, biases and a mask, over few tokens, so that these meet."""
+        """Rows that use any of penalties, biases, a mask and bad words, over few tokens, so that these meet."""
         draw = random.Random(seed)
         tokens = [draw.randrange(vocab_size) for _ in range(12)]
         return cls([_draw_control(draw, tokens, vocab_size) for _ in range(batch)], vocab_size)
@@ -72,7 +82,7 @@ class ControlledRows:
             row[CONTROLS] = (HAS_PENALTIES if control.penalties else 0) | (
                 HAS_MASK if control.allowed is not None else 0
             )
-            row[NUM_BIASES] = len(control.biases)
+            row[NUM_BIASES], row[NUM_BAD_WORDS] = len(control.biases), len(control.bad_words)
             penalties = torch.tensor(control.penalties or (7.0, 7.0, 7.0))
             row.view(torch.float32)[REPETITION_PENALTY : REPETITION_PENALTY + 3] = penalties
         return rows.to(device)[:, :HEADER]
@@ -86,7 +96,7 @@ class ControlledRows:
         words = []
         for control in self.controls:
             counted = control.penalties is not None and control.context_len > 0
-            words.append(self._words(control, [*control.output, *([control.newest] if counted else [])]))
+            words.append(self._words(control, control.whole_output if counted else control.output))
         return torch.stack(words)
 
     def masks(self, device: torch.device) -> torch.Tensor:
@@ -109,6 +119,25 @@ class ControlledRows:
                 entry.view(torch.float32)[1] = bias
         return biases.to(device)
 
+    def bad_words(self, device: torch.device) -> torch.Tensor:
+        """int32 [B, M, 4], with two entries more than any row uses, which forbid a token at once."""
+        words = torch.full((len(self.controls), 2 + max(len(c.bad_words) for c in self.controls), _WIDTH), -1)
+        for entries, control in zip(words, self.controls, strict=True):
+            entries[:, 0] = control.newest
+            for entry, word in zip(entries, control.bad_words, strict=False):
+                entry[: len(word)] = torch.tensor(word[::-1])
+        return words.int().to(device)
+
+    def recent(self, device: torch.device) -> torch.Tensor:
+        """int32 [B, 4]: the rings before the newest token is taken in."""
+        return torch.stack([_ring(control, control.output) for control in self.controls]).to(device)
+
+    def recent_after(self) -> torch.Tensor:
+        """int32 [B, 4]: the rings once it is."""
+        used = [control.context_len > 0 and bool(control.bad_words) for control in self.controls]
+        outputs = [c.whole_output if noted else c.output for c, noted in zip(self.controls, used, strict=True)]
+        return torch.stack(list(map(_ring, self.controls, outputs)))
+
     def _words(self, control: Control, output: list[int]) -> torch.Tensor:
         words = torch.zeros(self.vocab_size, dtype=torch.int32)
         words[control.prompt] = -(2**15)
@@ -119,8 +148,8 @@ class ControlledRows:
 
 def _draw_control(draw: random.Random, tokens: list[int], vocab_size: int) -> Control:
     control = Control(
-        context_len=draw.choice((0, 5, 6, 7)),
-        newest=draw.choice(tokens),
+        context_len=draw.choice((0, 10, 11, 12)),
+        newest=draw.choice((*tokens, -1, -1, -1, -1)),
         prompt=draw.choices(tokens, k=4),
         output=draw.choices(tokens, k=draw.randrange(9)),
     )
@@ -128,7 +157,22 @@ def _draw_control(draw: random.Random, tokens: list[int], vocab_size: int) -> Co
         control.penalties = draw.choice((0.5, 1.0, 1.3)), draw.choice((-1.5, 0.0, 0.7)), draw.choice((-0.3, 0.0, 2.0))
     if draw.random() < 0.7:
         bias = (0.0, -100.0, 3.5, -float("inf"))
-        control.biases = {draw.choice(tokens): (draw.choice(bias), draw.choice((0, 6, 9))) for _ in range(6)}
+        control.biases = {draw.choice(tokens): (draw.choice(bias), draw.choice((0, 11, 14))) for _ in range(6)}
     if draw.random() < 0.5:
         control.allowed = {*draw.choices(tokens, k=5), draw.randrange(vocab_size), vocab_size - 1}
+    if draw.random() < 0.7:
+        said = control.whole_output
+        for length in draw.choices(range(_WIDTH), k=draw.choice((1, 3, 40))):
+            # Every other word is about to be completed, if there is so much output.
+            others = said[len(said) - length :] if draw.random() < 0.5 else draw.choices(tokens, k=length)
+            control.bad_words.append((*others, draw.choice(tokens)))
     return control
+
+
+def _ring(control: Control, output: list[int]) -> torch.Tensor:
+    """int32 [4]: tokens at their positions; those of the whole output end the sequence."""
+    ring = torch.full((_WIDTH,), -1, dtype=torch.int32)
+    first = control.context_len - len(control.whole_output)
+    for position, token in enumerate(output, first):
+        ring[position % _WIDTH] = token
+    return ring

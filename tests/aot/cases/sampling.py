@@ -54,9 +54,10 @@ def _control(dtype: torch.dtype, whole: bool = False) -> list[Launch]:
     rows = meta(_BATCH, HEADER + 128, dtype=torch.int32)
     counts = meta(_BATCH, _VOCAB_SIZE, dtype=torch.int16)
     masks, biases = meta(_BATCH, _VOCAB_SIZE // 32, dtype=torch.int32), meta(_BATCH, 1024, 3, dtype=torch.int32)
+    bad_words, recent = meta(_BATCH, 512, 16, dtype=torch.int32), meta(_BATCH, 16, dtype=torch.int32)
     tokens, ranks = (meta(_BATCH, dtype=torch.int32) for _ in range(2))
     floats = rows.view(torch.float32)
-    launches = plan_adjust_logits(logits, rows, counts, masks, biases, adjusted)
+    launches = plan_adjust_logits(logits, rows, counts, masks, biases, bad_words, recent, adjusted)
     if whole:
         thresholds = meta(_BATCH, dtype=torch.float32)
         launches += plan_kept_threshold(

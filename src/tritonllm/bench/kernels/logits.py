@@ -19,6 +19,7 @@ from tritonllm.kernels.row_layout import (
     HAS_MASK,
     HAS_PENALTIES,
     HEADER,
+    NUM_BAD_WORDS,
     NUM_BIASES,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
@@ -28,11 +29,13 @@ from tritonllm.testing.poison import poisoned_memory
 
 _NUM_BIASES = 300  # as many as OpenAI's API takes
 _CAPACITY = 1024
+_NUM_WORDS = 64
+_WORD_CAPACITY = 512, 16  # words and tokens of each
 
 
 @dataclass(frozen=True)
 class AdjustLogits(Case):
-    """`adjust_logits` with all penalties, a mask and 300 biases in every row."""
+    """`adjust_logits` with all penalties, a mask, 300 biases and 64 bad words in every row."""
 
     op: ClassVar[str] = "adjust_logits"
     vocab_size: int
@@ -56,15 +59,21 @@ class AdjustLogits(Case):
         biases = torch.zeros(batch, _CAPACITY, 3, dtype=torch.int32, device=device)
         biases[:, :num_biases, 0] = torch.randperm(vocab, device=device)[:num_biases].int()
         biases.view(torch.float32)[:, :, 1] = 1.5
+        rows[:, NUM_BAD_WORDS] = _NUM_WORDS
+        # Of two tokens, half of them behind the newest one of the ring.
+        bad_words = torch.full((batch, *_WORD_CAPACITY), -1, dtype=torch.int32, device=device)
+        bad_words[:, :, 0] = torch.randint(vocab, _WORD_CAPACITY[:1], device=device)
+        bad_words[:, :, 1] = torch.arange(_WORD_CAPACITY[0], device=device) % 2
+        recent = torch.zeros(batch, _WORD_CAPACITY[1], dtype=torch.int32, device=device)
+        listed = masks, biases, bad_words, recent
         calls = [
-            partial(kernels.adjust_logits, x, rows, words, masks, biases)
-            for x, words in zip(logits, counts, strict=True)
+            partial(kernels.adjust_logits, x, rows, words, *listed) for x, words in zip(logits, counts, strict=True)
         ]
 
         def error() -> float:
             with poisoned_memory():
                 adjusted = calls[0]()
-            return different((adjusted, reference.adjust_logits(logits[0], rows, counts[0], masks, biases)))
+            return different((adjusted, reference.adjust_logits(logits[0], rows, counts[0], *listed)))
 
         return Prepared(Timed(calls, error, 0.0))
 

@@ -10,6 +10,7 @@ from tritonllm.kernels.row_layout import (
     FREQUENCY_PENALTY,
     HAS_MASK,
     HAS_PENALTIES,
+    NUM_BAD_WORDS,
     NUM_BIASES,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
@@ -35,12 +36,29 @@ def _penalized(x: torch.Tensor, word: torch.Tensor, header: torch.Tensor) -> tor
     return torch.where(count > 0, fewer, x)
 
 
+def _forbidden_by_words(words: torch.Tensor, recent: torch.Tensor, context_len: int, newest: int) -> torch.Tensor:
+    """Tokens that would complete one of the words [M, W]; takes the newest token into the ring [W], in place."""
+    width = len(recent)
+    if newest >= 0:
+        recent[(context_len - 1) % width] = newest
+    before = [int(recent[(context_len - back) % width]) if back <= context_len else -1 for back in range(1, width)]
+    others = words[:, 1:]
+    fits = ((others < 0) | (others == torch.tensor(before, dtype=words.dtype, device=words.device))).all(dim=1)
+    return words[fits, 0].long()
+
+
 def adjust_logits(
-    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, masks: torch.Tensor, biases: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    masks: torch.Tensor,
+    biases: torch.Tensor,
+    bad_words: torch.Tensor,
+    recent: torch.Tensor,
 ) -> torch.Tensor:
-    """Reference of `tritonllm.kernels.logit_controls.adjust_logits`; changes counts as well."""
+    """Reference of `tritonllm.kernels.logit_controls.adjust_logits`; changes counts and recent as well."""
     out = logits.to(torch.float32, copy=True)
-    headers = rows[:, : NUM_BIASES + 1].tolist()
+    headers = rows[:, : NUM_BAD_WORDS + 1].tolist()
     for row, header in enumerate(headers):
         x, controls, context_len = out[row], header[CONTROLS], header[CONTEXT_LEN]
         if context_len <= 0:
@@ -59,6 +77,10 @@ def adjust_logits(
         if controls & HAS_MASK:
             bit = torch.arange(32, dtype=torch.int32, device=x.device)
             forbidden |= ((masks[row, :, None] >> bit) & 1).flatten()[: len(x)] == 0
+        if header[NUM_BAD_WORDS]:
+            words = bad_words[row, : header[NUM_BAD_WORDS]]
+            ends = _forbidden_by_words(words, recent[row], context_len, header[TOKEN])
+            forbidden[ends[(ends >= 0) & (ends < len(x))]] = True
         x[forbidden & ~x.isnan()] = -torch.inf
     return out
 
