@@ -24,7 +24,8 @@ import pytest
 
 import tritonllm
 from tritonllm.cli import main
-from tritonllm.cli.model import MAX_TOKENS
+from tritonllm.cli.sampling_options import _OPTIONS, MAX_TOKENS
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.outputs import StreamOutput
 from tritonllm.errors import CheckpointError, RequestError, UnknownModelError
 from tritonllm.sampling_params import SamplingParams
@@ -43,6 +44,9 @@ class FakeTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode()
 
 
 class FakeEngine:
@@ -81,11 +85,28 @@ class FakeEngine:
             raise RequestError(f"prompt 0: the prompt has {len(prompt)} tokens")
         self.prompts.append(bytes(prompt).decode())
         self.params.append(params)
-        return self.pieces(self.prompts[-1].rpartition(":")[2].upper())
+        text = self.prompts[-1].rpartition(":")[2].upper()
+        if (params.n, params.logprobs, params.prompt_logprobs) == (1, None, None):
+            return self.pieces(text)
+        return self.reported_pieces(text, prompt, params)
+
+    def reported_pieces(self, text: str, prompt: list[int], params: SamplingParams):
+        """As `pieces`, in turn for each sample, the later ones shorter."""
+        about_prompt = None if params.prompt_logprobs is None else [None, *map(reported, prompt[1:])]
+        for index, letter in enumerate(text):
+            for sample in range(min(params.n, len(text) - index)):
+                entries = None if params.logprobs is None else [reported(ord(letter), *range(65, 65 + params.logprobs))]
+                end = "length" if index == len(text) - 1 - sample else None
+                prompt_entries = about_prompt if index == sample == 0 else None
+                yield StreamOutput(0, letter, [ord(letter)], end, None, None, sample, entries, prompt_entries)
 
     def pieces(self, text: str):
         for index, letter in enumerate(text):
             yield StreamOutput(0, letter, [ord(letter)], "stop" if index == len(text) - 1 else None)
+
+
+def reported(token_id: int, *top: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -0.25, 3, [(other, -1.5) for other in top])
 
 
 @pytest.fixture
@@ -179,6 +200,70 @@ class TestGenerate:
         )
         assert [made.params for made in engine.made] == [[expected], [expected]]
 
+    def test_options_of_the_choice_of_tokens(self, run, engine) -> None:
+        options = (
+            "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5 --min-tokens 3 "
+            "--logit-bias 7=2.5 --logit-bias 9=-100 --allowed-token-id 7 --allowed-token-id 8 --bad-word no --bad-word X"
+        )
+        run("generate", "m", "hi", *options.split(), "--no-max-tokens")
+        run("chat", "m", *options.split(), "--no-max-tokens", stdin="hi\n")
+        expected = SamplingParams(
+            max_tokens=None,
+            min_tokens=3,
+            min_p=0.1,
+            repetition_penalty=1.2,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={7: 2.5, 9: -100},
+            allowed_token_ids=(7, 8),
+            bad_words=("no", "X"),
+        )
+        assert [made.params for made in engine.made] == [[expected], [expected]]
+
+    def test_every_field_has_an_option(self) -> None:
+        fields = SamplingParams.__dataclass_fields__.keys() - {"max_model_length"}
+        assert _OPTIONS.keys() - {"no_max_tokens"} == fields
+
+    def test_several_answers_are_printed_once_all_are_there(self, run, engine) -> None:
+        code, out, err = run("generate", "m", "hello", "--samples", "3", "--stats")
+        assert (code, out) == (0, "[1/3]\nHELLO\n[2/3]\nHELL\n[3/3]\nHEL\n")
+        assert re.search(r"output: 12 tokens, [\d.]+ tokens/s, finish reason: length, length, length$", err)
+        assert (engine.made[0].params[0].n, engine.made[0].config.max_num_sequences) == (3, 3)
+        run("generate", "m", "hello", "--samples", "99")
+        assert engine.made[1].config.max_num_sequences == 16
+
+    def test_log_probabilities_are_a_table_on_stderr(self, run, engine) -> None:
+        code, out, err = run("generate", "m", "hi", "--raw", "--logprobs", "2", "--prompt-logprobs", "0")
+        assert (code, out) == (0, "HI\n")
+        assert err.splitlines() == [
+            "log probabilities of the prompt: logprob, rank, token, likeliest",
+            "   -0.250      3  'i'",
+            "log probabilities of the output: logprob, rank, token, likeliest",
+            "   -0.250      3  'H'   'A' -1.500  'B' -1.500",
+            "   -0.250      3  'I'   'A' -1.500  'B' -1.500",
+        ]
+
+    def test_json_of_one_answer(self, run, engine) -> None:
+        code, out, err = run("generate", "m", "hi", "--raw", "--logprobs", "1", "--prompt-logprobs", "0", "--json")
+        assert (code, err) == (0, "")
+        one = {"logprob": -0.25, "rank": 3}
+        assert json.loads(out) == {
+            "text": "HI",
+            "token_ids": [72, 73],
+            "finish_reason": "length",
+            "stop_reason": None,
+            "error": None,
+            "logprobs": [{"token_id": token, **one, "top": [[65, -1.5]]} for token in (72, 73)],
+            "prompt_logprobs": [None, {"token_id": 105, **one, "top": []}],
+            "usage": {"prompt_tokens": 2, "completion_tokens": 2},
+        }
+
+    def test_json_of_several_answers(self, run, engine) -> None:
+        result = json.loads(run("generate", "m", "hi", "--json", "--samples", "2")[1])
+        assert (result["text"], result["token_ids"]) == (["HI", "H"], [[72, 73], [72]])
+        assert (result["logprobs"], result["prompt_logprobs"]) == ([None, None], None)
+        assert result["usage"] == {"prompt_tokens": 7, "completion_tokens": 3}
+
     def test_what_is_not_given_is_the_checkpoint_s_and_is_said(self, run, engine, monkeypatch) -> None:
         monkeypatch.setattr(engine, "generation_config", {"temperature": 0.6, "top_p": 0.9, "top_k": 20})
         code, out, err = run("generate", "m", "hi", "--top-k", "5")
@@ -253,6 +338,18 @@ class TestErrors:
             (["--seed", "-1"], "seed=-1 is not valid"),
             (["--stop", ""], "stop=('',) is not valid"),
             (["--stop-token-id", "-1"], "stop_token_ids=(-1,) is not valid"),
+            (["--min-p", "2"], "min_p=2.0 is not valid"),
+            (["--repetition-penalty", "0"], "repetition_penalty=0.0 is not valid"),
+            (["--presence-penalty", "3"], "presence_penalty=3.0 is not valid"),
+            (["--frequency-penalty", "-3"], "frequency_penalty=-3.0 is not valid"),
+            (["--min-tokens", "9", "--max-tokens", "8"], "min_tokens=9 is more than max_tokens=8"),
+            (["--bad-word", ""], "bad_words=('',) is not valid"),
+            (["--logit-bias", "7"], "--logit-bias '7' is not ID=BIAS"),
+            (["--logit-bias", "7=101"], "logit_bias=((7, 101.0),) is not valid"),
+            (["--allowed-token-id", "-1"], "allowed_token_ids=(-1,) is not valid"),
+            (["--samples", "0"], "n=0 is not valid"),
+            (["--logprobs", "21"], "logprobs=21 is not valid"),
+            (["--prompt-logprobs", "-1"], "prompt_logprobs=-1 is not valid"),
             (["--device", "tpu"], "device='tpu' is not valid: give one of 'auto', 'cuda', 'cpu'"),
             (["--dtype", "int8"], "dtype='int8' is not valid"),
             (["--max-model-length", "0"], "max_model_length=0 is not valid"),
@@ -292,6 +389,13 @@ class TestChat:
         code, out, err = run("chat", "m", stdin="hi\nyes\n")
         assert (code, out, err) == (0, "HI\nYES\n", "")
         assert engine.made[0].prompts == ["user:hi", "user:hi|assistant:HI|user:yes"]
+
+    @pytest.mark.parametrize("option", ["--samples", "--logprobs", "--prompt-logprobs", "--json"])
+    def test_what_makes_no_conversation_is_no_option(self, run, engine, option: str) -> None:
+        code, _, err = run("chat", "m", option, "2", stdin="hi\n")
+        assert code == 2
+        assert option in err
+        assert engine.made == []
 
     def test_clear_keeps_the_system_message(self, run, engine) -> None:
         run("chat", "m", "--system", "be brief", stdin="hi\n/clear\nyes\n")

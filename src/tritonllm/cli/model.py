@@ -9,47 +9,38 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tritonllm.cli.answer import print_answers
 from tritonllm.cli.model_options import (
-    MAX_TOKENS,
     Device,
     DType,
     EnforceEager,
-    IgnoreEos,
-    IncludeStop,
     MaxModelLength,
-    MaxTokens,
     Model,
-    Seed,
-    SpecialTokens,
     Stats,
-    Stop,
-    StopTokenId,
     System,
-    Temperature,
-    TopK,
-    TopP,
     WorldSize,
     from_options,
-    given_sampling,
-    sampling_for,
 )
+from tritonllm.cli.sampling_options import sampling_for, takes_sampling
 from tritonllm.cli.terminal import say, standard_input
-from tritonllm.errors import EngineError, RequestError
+from tritonllm.errors import RequestError
 from tritonllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tritonllm.config import EngineConfig
     from tritonllm.engine.llm_engine import LLMEngine
-    from tritonllm.engine.outputs import StreamOutput
 
 Prompt = Annotated[str | None, typer.Argument(help="Read from standard input if left out.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")]
 Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes, or at once.")]
+Json = Annotated[bool, typer.Option("--json", help="Print text, token ids, log probabilities and so on as JSON.")]
+
+_MAX_ROWS = 16  # samples of a prompt that are decoded together
 
 CHAT_HELP = """\
 /clear   forget the conversation
@@ -58,22 +49,16 @@ CHAT_HELP = """\
 Ctrl-C stops an answer; what it said so far stays in the conversation."""
 
 
+@takes_sampling()
 def generate(
     model: Model,
     prompt: Prompt = None,
     raw: Raw = False,
     system: System = None,
-    max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    stop_token_id: StopTokenId = None,
-    ignore_eos: IgnoreEos = False,
-    include_stop: IncludeStop = False,
-    special_tokens: SpecialTokens = False,
+    *,
+    sampling: dict[str, Any],
     stream: Stream = True,
+    as_json: Json = False,
     stats: Stats = False,
     max_model_length: MaxModelLength = None,
     device: Device = "auto",
@@ -83,46 +68,28 @@ def generate(
 ) -> None:
     """Answer one prompt, printing the text as it comes.
 
-    The prompt goes through the checkpoint's chat template if there is one. Temperature, top-p and top-k that are not
-    given are those of the checkpoint's generation_config.json, which is then said on standard error.
+    The prompt goes through the checkpoint's chat template if there is one. Temperature, top-p and the like that
+    are not given are those of the checkpoint's generation_config.json, which is then said on standard error.
     """
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template that --raw leaves out.")
-    sampling = given_sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        stop_token_ids=stop_token_id,
-        ignore_eos=ignore_eos,
-        include_stop_str_in_output=include_stop,
-        skip_special_tokens=not special_tokens,
-    )
-    config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size)
+    num_rows = min(sampling["n"], _MAX_ROWS)
+    config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size, num_rows)
     text = _read_prompt(prompt)
     with _engine(config, stats) as llm:
         if system is None and (raw or not _has_chat_template(llm)):
             prompt_ids = _tokenize(llm, text)
         else:
             prompt_ids = llm.apply_chat_template([*_opening(system), _message("user", text)])
-        _answer(llm, prompt_ids, sampling_for(llm, sampling), stats, stream=stream)
+        print_answers(llm, prompt_ids, sampling_for(llm, sampling), stats, stream=stream, as_json=as_json)
 
 
+@takes_sampling("n", "logprobs", "prompt_logprobs")
 def chat(
     model: Model,
     system: System = None,
-    max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    stop_token_id: StopTokenId = None,
-    ignore_eos: IgnoreEos = False,
-    include_stop: IncludeStop = False,
-    special_tokens: SpecialTokens = False,
+    *,
+    sampling: dict[str, Any],
     stats: Stats = False,
     max_model_length: MaxModelLength = None,
     device: Device = "auto",
@@ -131,18 +98,6 @@ def chat(
     world_size: WorldSize = 1,
 ) -> None:
     """Talk with a model that has a chat template. /help lists what else you can type."""
-    sampling = given_sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        stop_token_ids=stop_token_id,
-        ignore_eos=ignore_eos,
-        include_stop_str_in_output=include_stop,
-        skip_special_tokens=not special_tokens,
-    )
     config = _engine_config(model, max_model_length, device, dtype, enforce_eager, world_size)
     prompt = ">>> " if standard_input().isatty() else ""
     with contextlib.suppress(ImportError):
@@ -170,7 +125,13 @@ def chat(
 
 
 def _engine_config(
-    model: str, max_model_length: int | None, device: str, dtype: str, enforce_eager: bool, world_size: int
+    model: str,
+    max_model_length: int | None,
+    device: str,
+    dtype: str,
+    enforce_eager: bool,
+    world_size: int,
+    max_num_sequences: int = 1,
 ) -> EngineConfig:
     from tritonllm.config import EngineConfig
 
@@ -182,7 +143,7 @@ def _engine_config(
         dtype=dtype,
         enforce_eager=enforce_eager,
         world_size=world_size,
-        max_num_sequences=1,
+        max_num_sequences=max_num_sequences,
         seed=secrets.randbits(64),
     )
 
@@ -239,45 +200,6 @@ def _opening(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [_message("system", system)]
 
 
-def _answer(
-    llm: LLMEngine,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    stats: bool,
-    stopped: Callable[[], bool] = lambda: False,
-    *,
-    stream: bool = True,
-) -> str:
-    """Print the completion of one prompt until it ends or `stopped()`, as it comes or at once, and return its text."""
-    text = ""
-    num_tokens = 0
-    finish_reason = error = None
-    start = first = time.perf_counter()
-    pieces: Iterator[StreamOutput] = llm.stream(prompt_ids, params)
-    for piece in pieces:
-        if num_tokens == 0:
-            first = time.perf_counter()
-        num_tokens += len(piece.token_ids)
-        finish_reason, error = piece.finish_reason, piece.error
-        text += piece.text
-        if stream:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-        if stopped():
-            break
-    seconds = time.perf_counter() - first
-    sys.stdout.write("\n" if stream else f"{text}\n")
-    sys.stdout.flush()
-    if error is not None:
-        raise EngineError(f"the answer broke off: {error}.")
-    if stats:
-        # The prompt's step yields the first token, so the others share the time after it.
-        rate = f", {(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 else ""
-        say(f"prompt: {len(prompt_ids)} tokens, prefill {first - start:.3f} s (until the first token)")
-        say(f"output: {num_tokens} tokens{rate}, finish reason: {finish_reason or 'stopped by Ctrl-C'}")
-    return text
-
-
 # ---- the chat loop ----
 
 
@@ -303,7 +225,7 @@ def _turn(llm: LLMEngine, messages: list[dict[str, str]], params: SamplingParams
     """
     try:
         with _interrupt_noted() as noted:
-            text = _answer(llm, llm.apply_chat_template(messages), params, stats, noted.is_set)
+            text = print_answers(llm, llm.apply_chat_template(messages), params, stats, noted.is_set)
     except RequestError as error:
         say(f"error: {error}; /clear forgets the conversation")
         return messages[:-1]
