@@ -182,13 +182,23 @@ def test_words_are_followed_from_step_to_step(device: torch.device) -> None:
 
 def test_words_begin_in_the_output(device: torch.device) -> None:
     """What the ring has from before is not taken for output, and neither is what lies before the sequence."""
-    state = state_of(words_alone([(6, 7, 8), (7, 9)]), device)
-    adjusted = adjust_logits(torch.zeros(1, 50, device=device), *state)[0]
-    assert (adjusted == -torch.inf).nonzero()[:, 0].tolist() == [9]
-    state[0][0, 1] = 1
+    state = state_of(words_alone([(6, 7, 8), (7, 9)], batch=2), device)
+    adjusted = adjust_logits(torch.zeros(2, 50, device=device), *state)
+    assert (adjusted == -torch.inf).nonzero().tolist() == [[0, 9], [1, 9]]
+    state[0][:, 1] = 1
     state[5].fill_(6)
-    adjusted = adjust_logits(torch.zeros(1, 50, device=device), *state)[0]
-    assert (adjusted == -torch.inf).nonzero()[:, 0].tolist() == [9]
+    adjusted = adjust_logits(torch.zeros(2, 50, device=device), *state)
+    assert (adjusted == -torch.inf).nonzero().tolist() == [[0, 9], [1, 9]]
+
+
+def test_whichever_program_comes_last_a_forbidden_token_stays_forbidden(device: torch.device) -> None:
+    """Biases and words of the same tokens, in lists that take two programs each: one writes what another one forbids."""
+    rows = words_alone([(7, token) for token in range(300)])
+    rows.controls[0].biases = {token: (1.0, 0) for token in range(300)}
+    rows.vocab_size = 301
+    assert adjust_logits(torch.zeros(1, 301, device=device), *state_of(rows, device)).tolist() == [
+        [-torch.inf] * 300 + [0]
+    ]
 
 
 @pytest.mark.parametrize("num_biases", [0, 1024])

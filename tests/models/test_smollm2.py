@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,18 @@ def test_streamed_pieces_beside_another_request_join_to_the_same_answer(engine: 
     texts = ["".join(piece.text for piece in pieces if piece.index == index) for index in (0, 1)]
     assert texts == ["The capital of Japan is Tokyo.", *answer["text"]]
     assert len(pieces) > 10
+
+
+def test_a_bad_word_of_the_answer_does_not_come(engine: LLMEngine) -> None:
+    """Neither a word of one token nor one of several, alone or beside a request that is free to say them."""
+    words = ["Paris", "capital of"]
+    assert len(engine.tokenizer.encode(" capital of")) == 2
+    bound = dataclasses.replace(GREEDY, bad_words=words)
+    prompt = engine.apply_chat_template(QUESTION)
+    (text,) = engine.generate([prompt], bound)["text"]
+    assert text
+    assert not any(word in text for word in words)
+    assert engine.generate([prompt] * 2, [GREEDY, bound])["text"] == ["The capital of France is Paris.", text]
 
 
 def test_the_template_s_text_and_its_ids_are_the_same_prompt(engine: LLMEngine, answer) -> None:

@@ -68,13 +68,16 @@ def test_every_way_samples_the_same_tokens(tiny, family: str, heads: str) -> Non
     assert_ways_agree(folder, prompts(), 24, sampled=True, device="cpu")
 
 
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+
+
 def controlled(count: int, num_tokens: int) -> list[SamplingParams]:
     """Requests of five kinds in turn, the last of them without controls; every other one is greedy."""
     kinds = (
         {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
-        {"logit_bias": {token: 4.0 - token for token in range(9)}, "logprobs": 3, "presence_penalty": 1.0},
+        {"logit_bias": {token: 4.0 - token for token in range(9)}, "logprobs": 3, "bad_words": LETTERS},
         {"allowed_token_ids": range(0, 90, 3), "frequency_penalty": 0.5, "top_p": 0.9},
-        {"min_p": 0.05, "repetition_penalty": 0.8, "logit_bias": {3: -100.0}},
+        {"min_p": 0.05, "repetition_penalty": 0.8, "logit_bias": {3: -100.0}, "bad_words": (*LETTERS, "th", "the t")},
         {"top_k": 20},
     )
     return [

@@ -8,6 +8,8 @@ STOP = ("tests/unit/test_stop_strings.py",)
 TEXT = ("tests/unit/test_detokenizer.py",)
 SAMPLES = ("tests/unit/test_samples.py",)
 COROUTINES = ("tests/unit/test_async_engine.py",)
+BAD_WORDS = ("tests/unit/test_bad_words.py",)
+CONTROLS = ("tests/unit/test_controls.py",)
 
 _STOP = "tritonllm.engine.stop_strings"
 _TEXT = "tritonllm.engine.detokenizer"
@@ -73,6 +75,50 @@ GENERATION_MUTANTS = (
         _MAILBOX,
         "self._pieces += pieces",
         "self._pieces = pieces",
+        COROUTINES,
+    ),
+    Mutant(
+        "a bad word begins in the prompt",
+        "tritonllm.engine.sequence",
+        "ring_of(self.token_ids, self.num_prompt_tokens, stop)",
+        "ring_of(self.token_ids, 0, stop)",
+        BAD_WORDS,
+    ),
+    Mutant(
+        "a row that is written misses a token of its output",
+        "tritonllm.engine.plan",
+        "recent=seq.recent(seq.length - 1)",
+        "recent=seq.recent(seq.length - 2)",
+        BAD_WORDS,
+    ),
+    Mutant(
+        "a prompt that was preempted misses a token of its output",
+        "tritonllm.engine.plan",
+        "recent=seq.recent(stop) if",
+        "recent=seq.recent(stop - 1) if",
+        BAD_WORDS,
+    ),
+    Mutant(
+        "later samples may say bad words",
+        "tritonllm.engine.samples",
+        "block_size=block_size, bad_words=bad_words) for",
+        "block_size=block_size) for",
+        BAD_WORDS,
+    ),
+    Mutant(
+        "bad words may be all that is allowed",
+        "tritonllm.engine.controls",
+        "if bad_words and params.allowed_token_ids",
+        "if False and params.allowed_token_ids",
+        BAD_WORDS,
+    ),
+    Mutant("a piece has all log probabilities", _COMPLETION, "self._logprobs[new]", "self._logprobs", CONTROLS),
+    Mutant("every piece has those of the prompt", _COMPLETION, "if is_first else None", "if True else None", CONTROLS),
+    Mutant(
+        "joined pieces have the log probabilities of the last",
+        _MAILBOX,
+        "for piece in pieces for entry in piece.logprobs or ()",
+        "for piece in pieces[-1:] for entry in piece.logprobs or ()",
         COROUTINES,
     ),
     Mutant("a failure reaches those who run alone", _THREAD, "*self._backlog, *self._arrived]", "]", COROUTINES),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 import pytest
 
 from tritonllm import AsyncLLMEngine, SamplingParams, StreamOutput
+from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.mailbox import Mailbox
 from tritonllm.errors import ConfigError, EngineError, RequestError
 
@@ -88,6 +89,26 @@ class TestPieces:
             assert [pieces[-1].stop_reason for pieces in found] == whole["stop_reason"]
             assert all(piece.finish_reason is None for pieces in found for piece in pieces[:-1])
             await until(lambda: is_idle(engine))
+
+        run(main())
+
+    def test_log_probabilities_are_what_generate_gives(self, engine, make_engine) -> None:
+        params = [
+            SamplingParams(temperature=1, seed=4, max_tokens=20, ignore_eos=True, n=2, logprobs=2, prompt_logprobs=1),
+            greedy(20, logprobs=0),
+            greedy(20),
+        ]
+        whole = make_engine().generate(PROMPTS[:3], params)
+
+        async def main() -> None:
+            first, second, third = await asyncio.gather(*map(gather, [engine] * 3, PROMPTS, params))
+            for sample in (0, 1):
+                own = [piece for piece in first if piece.sample == sample]
+                assert [entry for piece in own for entry in piece.logprobs] == whole["logprobs"][0][sample]
+                about_prompt = [piece.prompt_logprobs for piece in own]
+                assert about_prompt == [None if sample else whole["prompt_logprobs"][0], *[None] * (len(own) - 1)]
+            assert [entry for piece in second for entry in piece.logprobs] == whole["logprobs"][1]
+            assert {(piece.logprobs, piece.prompt_logprobs) for piece in third} == {(None, None)}
 
         run(main())
 
@@ -366,12 +387,15 @@ class TestEnd:
 def test_a_mailbox_gives_what_came_before_the_error() -> None:
     async def main() -> None:
         box = Mailbox()
-        assert box.put([StreamOutput(0, "a", [1], None), StreamOutput(0, "x", [7], "length", sample=1)])
-        assert not box.put([StreamOutput(0, "b", [2, 3], None)])
+        one, two, three = (TokenLogprobs(token, -1.0, 1, []) for token in (1, 2, 3))
+        about = {"prompt_logprobs": [None, three]}
+        assert box.put([StreamOutput(0, "a", [1], None, logprobs=[one], **about)])
+        assert not box.put([StreamOutput(0, "x", [7], "length", sample=1)])
+        assert not box.put([StreamOutput(0, "b", [2, 3], None, logprobs=[two, three])])
         box.fail(EngineError("over"))
         box.wake()
-        expected = [StreamOutput(0, "ab", [1, 2, 3], None), StreamOutput(0, "x", [7], "length", sample=1)]
-        assert await box.take() == expected
+        joined = StreamOutput(0, "ab", [1, 2, 3], None, logprobs=[one, two, three], **about)
+        assert await box.take() == [joined, StreamOutput(0, "x", [7], "length", sample=1)]
         with pytest.raises(EngineError, match="over"):
             await box.take()
 

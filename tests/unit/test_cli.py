@@ -203,7 +203,8 @@ class TestGenerate:
     def test_options_of_the_choice_of_tokens(self, run, engine) -> None:
         options = (
             "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5 --min-tokens 3 "
-            "--logit-bias 7=2.5 --logit-bias 9=-100 --allowed-token-id 7 --allowed-token-id 8 --bad-word no --bad-word X"
+            "--logit-bias 7=2.5 --logit-bias 9=-100 --allowed-token-id 7 --allowed-token-id 8 --bad-word no "
+            "--bad-word X"
         )
         run("generate", "m", "hi", *options.split(), "--no-max-tokens")
         run("chat", "m", *options.split(), "--no-max-tokens", stdin="hi\n")

@@ -177,6 +177,40 @@ class TestLogprobs:
         assert result["token_ids"] == [[17]]
         assert [(entry.token_id, entry.top) for entry in result["logprobs"][0]] == [(17, [])]
 
+    def test_pieces_of_a_stream_joined_have_those_of_generate(self, make_engine) -> None:
+        """Also of a text that a stop string or a token ends, of several samples, and of one that was preempted."""
+        base = {"temperature": 0.9, "ignore_eos": True, "max_tokens": 30}
+        params = [
+            SamplingParams(**base, seed=1, logprobs=3, prompt_logprobs=2),
+            SamplingParams(**base, seed=2, logprobs=0, n=2),
+            SamplingParams(**base, seed=3, logprobs=1, stop=tuple("aeiou")),
+            SamplingParams(**base, seed=4),
+        ]
+        prompts = [[*PROMPT, *PROMPT, index] for index in range(4)]
+        keys = {"max_num_sequences": 4, "max_cached_blocks": 9}
+        whole = make_engine(**keys).generate(prompts, params)
+        assert whole["finish_reason"][2] == "stop"
+        engine = make_engine(**keys)
+        entries: dict[tuple[int, int], list] = {}
+        about_prompts = []
+        for piece in engine.stream(prompts, params):
+            own = entries.setdefault((piece.index, piece.sample), [])
+            if piece.index == 3:
+                assert piece.logprobs is None
+            else:
+                assert [entry.token_id for entry in piece.logprobs] == piece.token_ids
+                own += piece.logprobs
+            about_prompts += [(piece.index, piece.prompt_logprobs)] if piece.prompt_logprobs is not None else []
+        assert engine.stats()["preemptions"] > 0
+        assert entries == {
+            (0, 0): whole["logprobs"][0],
+            (1, 0): whole["logprobs"][1][0],
+            (1, 1): whole["logprobs"][1][1],
+            (2, 0): whole["logprobs"][2],
+            (3, 0): [],
+        }
+        assert about_prompts == [(0, whole["prompt_logprobs"][0])]
+
     def test_step_reports_them_as_well(self, engine: LLMEngine) -> None:
         engine.add_prompt(PROMPT, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1))
         outputs = []
@@ -258,6 +292,7 @@ class TestRefusals:
         [
             ({"logit_bias": {5: 1, 512: 2}}, "logit_bias names token 512, but the model's vocabulary ends at 511"),
             ({"allowed_token_ids": (3, 10**6)}, "allowed_token_ids names token 1000000"),
+            ({"stop_token_ids": (512,)}, "stop_token_ids names token 512"),
             ({"min_tokens": 1, "stop_token_ids": (3,), "allowed_token_ids": (3,)}, "all end the text"),
         ],
     )

@@ -53,6 +53,8 @@ def test_defaults() -> None:
         ("skip_special_tokens", "True or False", [1, None, "yes"]),
         ("stop_token_ids", "integer from 0", [(-1,), [True], (1.0,), ["a"], 5, None, "ab", (2**31,)]),
         ("stop", "a non-empty string or several", ["", ("",), ["a", ""], [1], (None,), None, 5, True, b"a", {"a": 1}]),
+        ("bad_words", "a non-empty string or several", ["", [""], ["a", ""], [1], (None,), None, 5, True, b"a"]),
+        ("n", "integer >= 1", [0, -1, 1.5, True, None, "1"]),
         ("include_stop_str_in_output", "True or False", [1, None, "yes"]),
     ],
 )
@@ -95,6 +97,8 @@ def test_values_with_one_meaning_are_stored_as_one() -> None:
     assert SamplingParams(temperature=1e-30) == SamplingParams(temperature=0)
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
     assert SamplingParams(stop="\n") == SamplingParams(stop=["\n"]) == SamplingParams(stop=("\n",))  # type: ignore[arg-type]
+    assert SamplingParams(bad_words="a b").bad_words == ("a b",)  # type: ignore[arg-type]
+    assert SamplingParams(bad_words=["a", " "]).bad_words == ("a", " ")  # type: ignore[arg-type]
     assert SamplingParams(allowed_token_ids=[3, 4]).allowed_token_ids == (3, 4)  # type: ignore[arg-type]
     assert SamplingParams(allowed_token_ids=range(3)).allowed_token_ids == (0, 1, 2)  # type: ignore[arg-type]
     as_pairs = SamplingParams(logit_bias={3: 1, 4: -2.5})

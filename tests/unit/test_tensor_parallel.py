@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tritonllm import EngineConfig, LLMEngine, ModelRunner, SamplingParams, Sequence
+from tritonllm.engine.bad_words import tokenize_bad_words
 from tritonllm.engine.resolve import resolve_model
 from tritonllm.errors import ConfigError
 from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
@@ -29,6 +30,7 @@ PARAMS = [
         frequency_penalty=0.3,
         logit_bias={7: 3.0, 8: -5.0},
         allowed_token_ids=tuple(range(0, 300, 2)) + (7,),
+        bad_words=tuple("abcdefghijklmnopqrstuvwxyz") + ("of the",),
         logprobs=2,
         prompt_logprobs=1,
     ),
@@ -79,7 +81,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "heads", "fields", "world_size"), CASES)
 @pytest.mark.usefixtures("_one_thread")
 def test_any_number_of_ranks_gives_the_same(tmp_path, family: str, heads: str, fields: dict, world_size: int) -> None:
-    save_tiny_checkpoint(tiny_hf_config(family, heads=heads, **fields), tmp_path / "tiny", tokenizer=False)
+    save_tiny_checkpoint(tiny_hf_config(family, heads=heads, **fields), tmp_path / "tiny")
     results = []
     for size in (1, world_size):
         with LLMEngine(str(tmp_path / "tiny"), world_size=size, **LIMITS) as engine:
@@ -88,6 +90,8 @@ def test_any_number_of_ranks_gives_the_same(tmp_path, family: str, heads: str, f
             tokens = result["token_ids"]
             assert [entry.token_id for entry in result["logprobs"][-1]] == tokens[-1]
             assert [entry.token_id for entry in result["prompt_logprobs"][-1][1:]] == PROMPTS[-1][1:]
+            bad_words = tokenize_bad_words(PARAMS[-1].bad_words, engine.tokenizer)
+            assert not {(token,) for token in tokens[-1]} & {*bad_words}
             assert engine.stats()["preemptions"] > 0
             results.append((tokens, logits_of(engine.runner)))
     (expected, expected_logits), (found, found_logits) = results

@@ -90,7 +90,8 @@ def check_controls(
         bad_words: tokens of the request's bad words.
     """
     end_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    named = {"logit_bias": tuple(dict(params.logit_bias)), "allowed_token_ids": params.allowed_token_ids or ()}
+    named = {name: tuple(getattr(params, name) or ()) for name in ("stop_token_ids", "allowed_token_ids")}
+    named["logit_bias"] = tuple(dict(params.logit_bias))
     for name, tokens in named.items():
         if tokens and max(tokens) >= vocab_size:
             raise RequestError(
