@@ -192,7 +192,7 @@ def test_words_begin_in_the_output(device: torch.device) -> None:
 
 
 def test_whichever_program_comes_last_a_forbidden_token_stays_forbidden(device: torch.device) -> None:
-    """Biases and words of the same tokens, in lists that take two programs each: one writes what another one forbids."""
+    """Biases and words of the same tokens, in lists of two programs each: one writes what another one forbids."""
     rows = words_alone([(7, token) for token in range(300)])
     rows.controls[0].biases = {token: (1.0, 0) for token in range(300)}
     rows.vocab_size = 301
