@@ -60,15 +60,10 @@ def cap_scores(scores, scale_log2, SOFTCAP: tl.constexpr):
     """Raw scores s with `scale * s` squeezed into (-SOFTCAP, SOFTCAP): SOFTCAP * tanh(scale * s / SOFTCAP) / scale.
 
     They stay raw, so that the softmax behind them is the same with a cap and without. tanh(y) is 1 - 2 / (1 + e^2y),
-    which has its limits where e^2y is 0 or infinite. Near 0 that is a small difference of large terms, whose error the
-    factor SOFTCAP would multiply: there the Taylor series takes its place, exact to 1e-8 up to |y| = 1/4.
+    which has its limits where e^2y is 0 or infinite.
     """
-    y = scores * (scale_log2 * 0.6931471805599453 / SOFTCAP)
-    power = tl.exp2(y * 2.8853900817779268)
-    square = y * y
-    series = y * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    tanh = tl.where(square < 0.0625, series, 1.0 - 2.0 / (1.0 + power))
-    return tanh * (SOFTCAP * 1.4426950408889634 / scale_log2)
+    power = tl.exp2(scores * (2.0 * scale_log2 / SOFTCAP))
+    return (1.0 - 2.0 / (1.0 + power)) * (SOFTCAP * 1.4426950408889634 / scale_log2)
 
 
 def check_score_options(op: str, scale: float, window: int | None, softcap: float | None) -> None:
