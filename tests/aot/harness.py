@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from tritonllm.kernels.compile_matrix import Compiled, read
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.recording import recording
 from tritonllm.kernels.targets import TARGETS, Target
 
 CASES_FOLDER = Path(__file__).parent / "cases"
@@ -62,7 +64,8 @@ def launches_on(case: Case, target: Target) -> list[Launch]:
     """The launches of a case as the users of a GPU family get them."""
     device = {"shared_memory": target.shared_limit} if case.sized else {}
     table = {"tuning": target.tuning} if case.tuned else {}
-    return case.build(**device, **table)
+    with recording(target.counts_as) if target.gpu.backend == "hip" else nullcontext():  # it has no special forms
+        return case.build(**device, **table)
 
 
 def compile_case(case_key: str, target_name: str) -> list[Compiled]:

@@ -143,6 +143,30 @@ def test_nothing_beside_the_output_is_written(tokens, device):
 
 
 @needs_hopper
+def test_rows_may_be_far_apart(device):
+    """The third begins 2^31 elements behind the first."""
+    layer = Layer(1, 3, 520, 72, 0, torch.bfloat16, False, False, device)
+    out = torch.empty(2**31 + 72, dtype=torch.bfloat16, device=device).as_strided((3, 72), (2**30, 1))
+    plan_hopper_linear(layer.x, layer.weight, out).run()
+    torch.testing.assert_close(out.contiguous(), layer.expected(), **tolerance("hopper_linear", torch.bfloat16))
+
+
+@needs_hopper
+@pytest.mark.parametrize("form", ["whole", "gated", "parts"])
+def test_sums_longer_than_what_is_in_flight(form, device):
+    """33 steps, the last of 8 columns: tiles have fewer stages, and parts do not divide it."""
+    layer = Layer(2, 100, 2056, 200, 0, torch.bfloat16, True, form == "gated", device)
+    if form == "parts":
+        parts = hopper_linear_parts(layer.x, layer.weight, bias=layer.bias)
+        assert len(parts) > 1
+        exact = layer.x.double() @ layer.weight.double().T + layer.bias.double()
+        torch.testing.assert_close(parts.double().sum(0), exact, rtol=1e-4, atol=1e-4)
+    else:
+        assert choose_tile(100, 200, layer.gated, False).stages < 33
+        torch.testing.assert_close(layer.run(), layer.expected(), **tolerance("hopper_linear", torch.bfloat16))
+
+
+@needs_hopper
 def test_a_chain_of_them_equals_one_at_a_time(device):
     """Each starts while the one before it runs, and must not read its output before it is there."""
     draw = Draw(3, device)

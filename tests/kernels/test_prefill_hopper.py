@@ -31,11 +31,12 @@ LENGTHS = st.one_of(st.integers(0, 700), st.sampled_from([1, 63, 64, 65, 127, 12
 SEEDS = st.integers(0, 2**16)
 
 
-def run(batch: PagedBatch, scale: float, padding: int = 0) -> torch.Tensor:
-    """The output, NaN where nothing was written; `padding` tiles start behind every query."""
+def run(batch: PagedBatch, scale: float, padding: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The output, in `out` if given, NaN where nothing was written; `padding` tiles start behind every query."""
     tiles = prefill_tiles(batch.query_lens, batch.contexts, HOPPER_TILE_ROWS) + [(0, 2**30)] * padding
     tiles_tensor = torch.tensor(tiles, dtype=torch.int32, device=batch.q.device).reshape(-1, 2)
-    out = torch.empty(batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
+    if out is None:
+        out = torch.empty(batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
     launch = plan_prefill_attention(
         batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, HOPPER_TILE_ROWS, scale, out
     )
@@ -87,6 +88,26 @@ def test_many_more_tiles_than_programs(num_kv_heads: int, device: torch.device) 
     torch.testing.assert_close(first, expected, **tolerance("prefill_attention", torch.bfloat16))
     for _ in range(20):
         assert torch.equal(run(batch, shape.scale), first)
+
+
+def test_nothing_beside_the_output_is_written(device: torch.device) -> None:
+    """Nor do tiles that are not full write where the next sequence's first row is."""
+    shape = Shape(num_kv_heads=2, group=2, head_dim=64, block_size=128)
+    batch = paged_batch(shape, [100, 3, 130], [100, 200, 150], torch.bfloat16, device, seed=1)
+    width = batch.q[0].numel()
+    wide = torch.full((len(batch.q) + 2, width + 16), 7.0, dtype=torch.bfloat16, device=device)
+    out = wide[1:-1, 8:-8].unflatten(1, batch.q.shape[1:])
+    assert torch.equal(run(batch, shape.scale, out=out), run(batch, shape.scale))
+    out.fill_(7.0)
+    assert (wide == 7.0).all()
+
+
+def test_rows_may_be_far_apart(device: torch.device) -> None:
+    """The third begins 2^31 elements behind the first."""
+    shape = Shape(num_kv_heads=1, group=2, head_dim=64, block_size=128)
+    batch = paged_batch(shape, [3], [150], torch.bfloat16, device, seed=1)
+    far = torch.empty(2**31 + 128, dtype=torch.bfloat16, device=device).as_strided((3, 2, 64), (2**30, 64, 1))
+    assert torch.equal(run(batch, shape.scale, out=far), run(batch, shape.scale))
 
 
 def test_the_engine_asks_for_it_where_it_serves(device: torch.device) -> None:

@@ -25,8 +25,9 @@ class Mutant:
         module: the module that is changed.
         old: text that its source holds exactly once.
         new: what stands there in the mutant.
-        tests: files of which one test at least must fail.
+        tests: files, or `file::test`, of which one test at least must fail.
         interpreted: they run in Triton's interpreter.
+        on_hopper: they run on a Hopper GPU alone, since what is changed is written in Gluon.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...] = PLAIN
     interpreted: bool = False
+    on_hopper: bool = False
 
     @property
     def path(self) -> Path:

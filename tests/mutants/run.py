@@ -1,7 +1,8 @@
 """Put one fault at a time into the engine and show that the tests notice each.
 
-    python tests/mutants/run.py            all of them
+    python tests/mutants/run.py            all that need no GPU
     python tests/mutants/run.py prefix     those with "prefix" in their name
+    python tests/mutants/run.py --gpu      those in kernels written in Gluon, on a Hopper GPU
 
 Prints a table and exits with 1 if a mutant survives, or if the tests fail without any.
 """
@@ -21,24 +22,35 @@ from mutant import ROOT, Mutant
 from table import MUTANTS
 
 TIMEOUT = 300
+GPU_TIMEOUT = 120  # a lost barrier hangs
 
 
-def killer(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> str | None:
+def killer(
+    mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool = False, timeout: int = TIMEOUT
+) -> str | None:
     """The first test that fails with the mutant in place, in Triton's interpreter or not; None if all pass.
 
+    Args:
+        mutant: None for the source as it is.
+        tests: files, or `file::test`.
+        interpreted: run them in Triton's interpreter.
+        timeout: seconds, after which a test counts as failed.
+
     Raises:
-        RuntimeError: pytest could not run.
+        RuntimeError: pytest could not run, or skipped every test.
     """
     paths = [str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env["TRITONLLM_MUTANT"] = mutant.name if mutant is not None else ""
     env["TRITON_INTERPRET"] = str(int(interpreted))
-    run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "mutate", *tests]
+    run = [sys.executable, "-m", "pytest", "-x", "-q", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests]
     try:
-        done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return f"no end after {TIMEOUT} s"
+        return f"no end after {timeout} s"
     if done.returncode == 0:
+        if re.search(r"\b\d+ passed", done.stdout) is None:
+            raise RuntimeError(f"no test of {', '.join(tests)} ran: {done.stdout[-2000:]}")
         return None
     if done.returncode < 0:  # a kernel with a wrong address takes the interpreter with it
         return f"died of signal {-done.returncode}"
@@ -51,23 +63,31 @@ def killer(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="part of the names of mutants")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true", help="mutants that only a Hopper GPU can run")
+    parser.add_argument("--jobs", type=int, help="run so many side by side; 2, or on a GPU one a core up to 16")
     options = parser.parse_args()
-    mutants = [mutant for mutant in MUTANTS if all(word in mutant.name for word in options.words)]
+    mutants = [m for m in MUTANTS if m.on_hopper == options.gpu and all(word in m.name for word in options.words)]
+    timeout = GPU_TIMEOUT if options.gpu else TIMEOUT
     start = time.perf_counter()
-    for tests, interpreted in dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in mutants):
-        failed = killer(None, tests, interpreted)
+    pool = ThreadPoolExecutor(options.jobs or (min(os.cpu_count() or 1, 16) if options.gpu else 2))
+    try:
+        plain = dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in mutants)
+        failures = pool.map(lambda run: killer(None, *run, timeout), plain)
+        killers = pool.map(lambda mutant: killer(mutant, mutant.tests, mutant.interpreted, timeout), mutants)
+        failed = next(filter(None, failures), None)
         if failed is not None:
             sys.stdout.write(f"without any mutant this test fails: {failed}\n")
             return 1
-    width = max((len(mutant.name) for mutant in mutants), default=0)
-    survivors = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        killers = pool.map(lambda mutant: killer(mutant, mutant.tests, mutant.interpreted), mutants)
+        survivors, width = 0, max((len(mutant.name) for mutant in mutants), default=0)
         for mutant, killed_by in zip(mutants, killers, strict=True):
             survivors += killed_by is None
             sys.stdout.write(f"{mutant.name:{width}}  {killed_by or 'SURVIVED'}\n")
             sys.stdout.flush()
+    except RuntimeError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
+    finally:
+        pool.shutdown(cancel_futures=True)
     duration = time.perf_counter() - start
     sys.stdout.write(f"{len(mutants)} mutants, {survivors} survived; {duration:.0f} s\n")
     return 1 if survivors else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from generation_table import GENERATION_MUTANTS
+from hopper_table import HOPPER_MUTANTS
 from kernel_table import KERNEL_MUTANTS
 from mutant import Mutant
 
@@ -315,5 +316,6 @@ MUTANTS = (
         ("tests/unit/test_layers.py",),
     ),
     *KERNEL_MUTANTS,
+    *HOPPER_MUTANTS,
     *GENERATION_MUTANTS,
 )

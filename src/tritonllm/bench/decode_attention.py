@@ -30,7 +30,7 @@ from tritonllm.kernels.decode_attention import plan_decode_attention
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
 from tritonllm.kernels.fused_decode_attention import plan_fused_decode_attention
 from tritonllm.kernels.fused_decode_table import FusedTile, fused_tile
-from tritonllm.kernels.launch import supports_pdl
+from tritonllm.kernels.launch import gpu_of, supports_pdl
 from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope_store import plan_rope_store_kv
@@ -81,7 +81,7 @@ class Bench(DecodeBatch):
         heads = self.heads
         return fused_tile(
             len(self.contexts), heads.num_heads, heads.num_kv_heads, heads.head_dim, PLACE.dtype.itemsize,
-            self.workspace.num_sms, shared_memory_limit(self.q.device),
+            self.workspace.num_sms, shared_memory_limit(self.q.device), gpu_of(self.q.device).rdna,
         )  # fmt: skip
 
     def linear(self, call: int) -> None:

@@ -186,7 +186,9 @@ def check_decode_batch(
     )
 
 
-def key_tile(grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
+def key_tile(
+    grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit: int, rdna: bool = False
+) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory.
 
     No more than three stages, so that two programs share an SM and one computes while the other waits; and small tiles
@@ -194,6 +196,8 @@ def key_tile(grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit:
     """
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
         preferences = [(16, 2), (16, 1)]
+    elif rdna and block_g * block_d > 1024:  # tiles in flight wait in registers: more of them would spill
+        preferences = [(16, 2)]
     else:
         preferences = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
         if grid.latency_bound:
@@ -203,6 +207,13 @@ def key_tile(grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit:
         if (block_g + 2 * keys * stages) * block_d * itemsize <= limit:
             return keys, stages
     return preferences[-1]
+
+
+def decode_warps(block_g: int, block_d: int, rdna: bool = False) -> int:
+    """Warps of a program, by the size of its output."""
+    if rdna:
+        return 8 if block_g * block_d <= 16 * 128 else 16
+    return 4 if block_g * block_d <= 64 * 128 else 8
 
 
 def plan_decode_attention(
@@ -245,7 +256,8 @@ def plan_decode_attention(
     block_g = max(16, triton.next_power_of_2(group))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
     pdl = supports_pdl(q.device) if pdl is None else pdl
-    block_n, stages = key_tile(grid, block_g, block_d, q.element_size(), limit)
+    rdna = gpu_of(q.device).rdna
+    block_n, stages = key_tile(grid, block_g, block_d, q.element_size(), limit, rdna)
     return Launch(
         kernel=_decode_attention_kernel,
         grid=(splits, num_kv_heads, batch),
@@ -287,7 +299,7 @@ def plan_decode_attention(
             "PDL": pdl,
         },
         options={
-            "num_warps": 4 if block_g * block_d <= 64 * 128 else 8,
+            "num_warps": decode_warps(block_g, block_d, rdna),
             "num_stages": stages,
             **({"launch_pdl": True} if pdl else {}),
         },

@@ -35,7 +35,7 @@ from tritonllm.kernels.decode_attention import DecodeWorkspace, check_decode_bat
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
 from tritonllm.kernels.fused_decode_table import FusedTile, fused_blocks, fused_tile
 from tritonllm.kernels.kv_store import check_per_token, slot_offset
-from tritonllm.kernels.launch import Launch, check, runs_kernel, shape_of, supports_pdl
+from tritonllm.kernels.launch import Launch, check, gpu_of, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.paged_attention import (
     LOG2_E,
     check_paged,
@@ -232,7 +232,7 @@ def plan_fused_decode_attention(
     if tile is None:
         limit = shared_memory_limit(qkv.device) if shared_memory is None else shared_memory
         heads = batch, num_heads, num_kv_heads, head_dim
-        tile = fused_tile(*heads, qkv.element_size(), workspace.num_sms, limit)
+        tile = fused_tile(*heads, qkv.element_size(), workspace.num_sms, limit, gpu_of(qkv.device).rdna)
     check_decode_batch(op, out, k_cache, block_tables, context_lens, order, workspace, tile.splits)
     check_score_options(op, scale, window, softcap)
     group = num_heads // num_kv_heads

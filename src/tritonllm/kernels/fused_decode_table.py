@@ -7,7 +7,7 @@ from functools import cache
 
 import triton
 
-from tritonllm.kernels.decode_attention import key_tile
+from tritonllm.kernels.decode_attention import decode_warps, key_tile
 from tritonllm.kernels.decode_splits import decode_grid
 
 
@@ -44,22 +44,26 @@ def fused_tile(
     itemsize: int,
     num_sms: int,
     shared_memory: int,
+    rdna: bool = False,
 ) -> FusedTile:
-    """The choice for a batch: by latency if its (sequence, KV head) pairs leave most SMs idle, else by bandwidth."""
+    """The choice for a batch: by latency if its (sequence, KV head) pairs leave most SMs idle, else by bandwidth.
+
+    For RDNA (`GPU.rdna`) what counts first is that no register spills.
+    """
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)
     grid = decode_grid(batch, num_kv_heads, num_sms)
-    keys, stages = key_tile(grid, block_g, block_d, itemsize, shared_memory)
+    keys, stages = key_tile(grid, block_g, block_d, itemsize, shared_memory, rdna)
     return FusedTile(
         splits=grid.splits,
         min_tiles=grid.min_tiles,
         keys=keys,
         stages=stages,
-        warps=4 if block_g * block_d <= 64 * 128 else 8,
+        warps=decode_warps(block_g, block_d, rdna),
         # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
         merge_heads=min(max(16384 // (grid.splits * block_d), 1), max(triton.next_power_of_2(group), 4)),
         # Of a small tile, so that it takes no more than 32 registers a thread.
-        head_start=grid.latency_bound,
+        head_start=grid.latency_bound or (rdna and block_d > 128),
     )
 
 

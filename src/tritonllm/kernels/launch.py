@@ -62,6 +62,7 @@ def _present_gpu(device: torch.device) -> GPU:
         capability=torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0),
         shared_memory=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         num_sms=properties.multi_processor_count,
+        rdna=torch.version.hip is not None and properties.warp_size == 32,
     )
     return gpu.as_allowed()
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonllm.kernels.launch import Launch, check, nvidia_capability, runs_kernel, shape_of
+from tritonllm.kernels.launch import Launch, check, gpu_of, nvidia_capability, runs_kernel, shape_of
 from tritonllm.kernels.paged_attention import (
     LOG2_E,
     cap_scores,
@@ -195,12 +195,14 @@ def _rows_by_tma(cache: torch.Tensor, keys: int) -> TensorDescriptor:
     return TensorDescriptor(cache, rows, [cache.stride(1), 1], [keys, head_dim])
 
 
-def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int) -> tuple[int, int]:
+def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int, rdna: bool) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
         preferences = [(16, 2), (16, 1)]
     elif limit >= 227 * 1024:
         preferences = [(64, 3), (32, 3)]
+    elif rdna and block_d > 64:  # a tile in flight waits in registers: with more of them, some would go to memory
+        preferences = [(16, 2)] if block_d <= 128 else [(16, 1)]
     else:  # tensor cores before Hopper's read operands from registers, and 64 keys would leave too few
         preferences = [(32, 3), (32, 2), (16, 2)]
     for keys, stages in preferences:
@@ -260,11 +262,12 @@ def plan_prefill_attention(
         return plan_prefill_hopper(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, tiles, scale, out)
     block_d = max(16, triton.next_power_of_2(head_dim))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
-    block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit)
+    rdna = gpu_of(q.device).rdna
+    block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit, rdna)
     if by_tma is None:
         by_tma = (9, 0) <= nvidia_capability(q.device) < (12, 0)
     by_tma = by_tma and window is None and _tma_can_load(k_cache, block_n)
-    num_warps = 4 if block_d * q.element_size() <= 256 and tile_rows <= 64 else 8
+    num_warps = 4 if block_d * q.element_size() <= 256 and tile_rows <= 64 and not rdna else 8
     return Launch(
         kernel=_prefill_attention_kernel,
         grid=(tiles.shape[0] * num_heads,),

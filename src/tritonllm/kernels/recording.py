@@ -26,11 +26,14 @@ class GPU:
         capability: compute capability of an NVIDIA GPU, (0, 0) for any other device.
         shared_memory: bytes that one program may use.
         num_sms: multiprocessors.
+        rdna: an AMD GPU with waves of 32 threads. Its matrix instructions take an operand from both halves of a wave,
+            so tiles cost twice the registers there.
     """
 
     capability: tuple[int, int]
     shared_memory: int
     num_sms: int
+    rdna: bool = False
 
     def as_allowed(self) -> GPU:
         """This GPU, or with ``TRITONLLM_PORTABLE=1`` what every GPU has of it."""

@@ -37,7 +37,8 @@ class Target:
     @property
     def counts_as(self) -> GPU:
         """What plans may know of it."""
-        return GPU(self._capability, self.shared_limit, self.num_sms)
+        rdna = self.gpu.backend == "hip" and self.gpu.warp_size == 32
+        return GPU(self._capability, self.shared_limit, self.num_sms, rdna)
 
     @property
     def tuning(self) -> Tuning:
