@@ -11,6 +11,7 @@ import torch
 from tritonllm import EngineConfig
 from tritonllm.bench import decode_layer
 from tritonllm.bench.decode_layer import Chain, chain_size, ragged_contexts
+from tritonllm.config.model import FULL, SLIDING
 from tritonllm.engine.resolve import ResolvedModel, resolve_model
 from tritonllm.errors import KernelError
 from tritonllm.kernels.skinny_form import gemv
@@ -58,6 +59,14 @@ class TestInputs:
         assert layer_bytes == 2 * weights + 700 * 2 * 8 * 128 * 2
         assert layers * layer_bytes > 400 << 20 >= (layers - 1) * layer_bytes
         assert shapes["Qwen3-8B"][0] == 8
+
+    def test_where_layers_differ_a_chain_has_those_like_the_first(self, resolved: ResolvedModel) -> None:
+        config = replace(resolved.config, sliding_window=16, layer_types=(SLIDING, FULL))
+        bytes_of_a_key = 2 * 2 * 8 * 4
+        whole, windowed = (chain_size(replace(resolved, config=each), [700])[1] for each in (resolved.config, config))
+        assert whole - windowed == (700 - 16) * bytes_of_a_key
+        chain = Chain(replace(resolved, config=config), [40, 7])
+        assert {layer.self_attn.window for layer in chain.decoder.layers} == {16}
 
     def test_the_new_key_of_a_row_is_its_last(self, resolved: ResolvedModel) -> None:
         contexts = [1, 256, 257, 700]

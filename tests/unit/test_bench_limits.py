@@ -6,6 +6,7 @@ import json
 import math
 import random
 import reprlib
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -16,6 +17,7 @@ from tritonllm.bench.target import engine_config, shipped_shapes
 from tritonllm.bench.throughput import workload
 from tritonllm.bench.timing import median_run
 from tritonllm.config import ModelConfig, RopeConfig
+from tritonllm.config.model import FULL, SLIDING
 from tritonllm.errors import CheckpointError, ConfigError, UnknownModelError, UnsupportedModelError
 
 H200 = MEASURED["H200"]
@@ -79,6 +81,22 @@ class TestLimits:
         assert matrix_bound.decode_seconds(3, 10) == pytest.approx((3 * 2 * 12_768 + 256 * 30) / 1e3)
         prefill = (2 * (12 * (5_184 + 768) + 2 * (4_416 + 2_400)) + 128 * (15 + 5 + 28 + 7)) / 1e3
         assert matrix_bound.workload_seconds([(5, 2), (7, 3)]) == pytest.approx(prefill)
+
+    def test_windows_by_hand(self) -> None:
+        first = replace(TINY, sliding_window=4, layer_types=(SLIDING, FULL))
+        memory_bound = Limits(first, "bfloat16", Rates(memory=1e3, matrix=math.inf))
+        assert memory_bound.decode_seconds(3, 10) == pytest.approx((25_536 + 3 * (4 + 10) * 64) / 1e3)
+        assert memory_bound.decode_seconds(3, 2) == Limits(TINY, "bfloat16", memory_bound.rates).decode_seconds(3, 2)
+        # Contexts of 3, 4, 5 and 6 tokens.
+        assert memory_bound.decoding_seconds(1, 2, 5) == pytest.approx((25_536 + 64 * (15 + 18) / 4) / 1e3)
+        assert memory_bound.workload_seconds([(5, 2), (7, 3)]) == pytest.approx((2 * 25_536 + 64 * (12 + 23)) / 1e3)
+        # Six queries of the first layer see 1, 2, 3, 4, 4 and 4 keys; of the last layer one is wanted.
+        weights = 2 * (6 * (5_184 + 768) + 4_416 + 2_400)
+        assert Limits(first, "bfloat16", None).prefill_operations(6) == weights + 4 * 4 * 8 * (18 + 6)
+        last = replace(first, layer_types=(FULL, SLIDING))
+        assert Limits(last, "bfloat16", None).prefill_operations(6) == weights + 4 * 4 * 8 * (21 + 4)
+        both = Limits(replace(TINY, sliding_window=4), "bfloat16", None)
+        assert (both.windows, both.keys_seen(9)) == ((4, 4), 8)
 
     def test_a_tied_head_is_read_all_the_same_and_once(self) -> None:
         model = shape("Qwen3-0.6B")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,17 @@ class TestGpus:
 
 
 class TestPrediction:
+    def test_a_window_bounds_what_a_step_reads(self) -> None:
+        gpu = find_gpu("h200")
+        whole, windowed = (
+            predict(model, "bfloat16", gpu, gpu.rates, [64], [512, 8192], [8192])
+            for model in (QWEN, replace(QWEN, sliding_window=512))
+        )
+        assert windowed["decode"][0] == whole["decode"][0]
+        assert windowed["decode"][1]["ms"] == windowed["decode"][0]["ms"] < whole["decode"][1]["ms"] / 4
+        assert windowed["prefill"][0]["ms"] < whole["prefill"][0]["ms"]
+        assert windowed["cache_tokens"] == whole["cache_tokens"]
+
     def test_it_is_the_arithmetic_of_the_floors(self) -> None:
         h200 = find_gpu("h200")
         report = predict(QWEN, "bfloat16", h200, h200.rates, [1, 64], [1024], [128, 8192])

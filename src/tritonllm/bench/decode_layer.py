@@ -1,9 +1,9 @@
 """Decoder layers on a decode batch, by each path that can run: `python -m tritonllm.bench.decode_layer [--write FILE]`.
 
 Each path of `models/decode_path.py` runs a model without its head, with dummy weights and as many layers as it takes to
-read far more than the L2 cache holds, in one CUDA graph. Printed are microseconds a layer, median of replays, beside
-what its weights, keys and values take at 4.4 TB/s. Before that, all paths are compared with SEPARATE over a few layers.
-Contexts are drawn between half of --context and one and a half times as many keys, the same in every run.
+read far more than the L2 cache holds, in one CUDA graph; where a model's layers differ, all are like its first. Printed
+are microseconds a layer, median of replays, beside what its weights, keys and values take at 4.4 TB/s. Before that, all
+paths are compared with SEPARATE over a few layers. Contexts are drawn between half of --context and one and a half times as many keys, the same in every run.
 
 `--write FILE` puts the fastest paths into a tuning table, by hidden size: from one batch to the next larger one the
 path changes only if that gains more than 2%. What else is in the file stays. TRITONLLM_TUNING=FILE uses it.
@@ -69,7 +69,7 @@ class Chain:
     def __init__(self, resolved: ResolvedModel, contexts: Sequence[int]) -> None:
         self.num_layers, self.layer_bytes = chain_size(resolved, contexts)
         batch = len(contexts)
-        config = replace(resolved.config, num_layers=self.num_layers, vocab_size=batch)
+        config = replace(resolved.config.of_layer(0), num_layers=self.num_layers, vocab_size=batch)
         model = build_model(replace(resolved, config=config), TPGroup())
         if not isinstance(model, DecoderLM):
             raise EngineError(f"{type(model).__name__} is no DecoderLM, so it has no layers with paths to measure.")
@@ -134,9 +134,10 @@ class Chain:
 
 def chain_size(resolved: ResolvedModel, contexts: Sequence[int]) -> tuple[int, int]:
     """Layers of a chain, and the bytes that each of them reads."""
-    layer = Limits(replace(resolved.config, num_layers=1), resolved.engine.dtype, None)
+    layer = Limits(replace(resolved.config.of_layer(0), num_layers=1), resolved.engine.dtype, None)
     itemsize = getattr(torch, resolved.engine.dtype).itemsize
-    layer_bytes = layer.linear_parameters * itemsize + layer.kv_bytes_per_token * sum(contexts)
+    keys = sum(layer.keys_seen(context) for context in contexts)
+    layer_bytes = layer.linear_parameters * itemsize + int(layer.kv_bytes(keys))
     return max(_FEWEST_LAYERS, ROTATED_BYTES // layer_bytes + 1), layer_bytes
 
 

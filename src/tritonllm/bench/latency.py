@@ -43,8 +43,7 @@ def _batch(
         measured.append({"seconds": all_tokens, "seconds_of_one_token": one, "ms_per_token": 1e3 * step})
     step_ms = statistics.median(run["ms_per_token"] for run in measured)
     seconds = statistics.median(run["seconds"] for run in measured)
-    # Step i of output_tokens - 1 attends to prompt_tokens + i keys.
-    floor = bench.limits.decode_seconds(batch, prompt_tokens + output_tokens / 2)
+    floor = bench.limits.decoding_seconds(batch, prompt_tokens, output_tokens)
     row: dict[str, Any] = {
         "batch": batch,
         "ms_per_token": round(step_ms, 4),

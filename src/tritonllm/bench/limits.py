@@ -3,13 +3,17 @@
 A floor is max(bytes / memory rate, operations / matrix rate): perfect overlap of both, no launch, no host. Counted is
 what no implementation can leave out: each weight of the linear layers and the head (a tied head is the same bytes, read
 once), each cached key and value that a step attends to, and the multiplications of the linear layers and of attention.
+A layer with a sliding window attends to no more keys than that.
 Not counted, since they are small: rows of the embedding, norms, writes to the cache, activations, sampling.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
 
 from tritonllm.config import ModelConfig
 from tritonllm.errors import ConfigError
@@ -106,9 +110,22 @@ class Limits:
         model = self.model
         return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _ITEM_SIZES[self.dtype]
 
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: the keys that a query sees at most, None for all."""
+        return tuple(self.model.of_layer(index).sliding_window for index in range(self.model.num_layers))
+
+    def keys_seen(self, context: float) -> float:
+        """Keys that the query at the end of a context attends to, all layers together."""
+        return sum(count * _seen(context, window) for window, count in Counter(self.windows).items())
+
+    def kv_bytes(self, keys: float) -> float:
+        """Bytes of so many keys of one layer and their values, in all its heads."""
+        return self.kv_bytes_per_token / self.model.num_layers * keys
+
     def attention_operations(self, pairs: float) -> float:
-        """Multiplications and additions for so many pairs of a query position and a key position: q @ k and p @ v."""
-        return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim * pairs
+        """Multiplications and additions of one layer for so many pairs of a query and a key it sees: q @ k and p @ v."""
+        return 4 * self.model.num_heads * self.model.head_dim * pairs
 
     def prefill_operations(self, length: int) -> float:
         """Of a prompt, for the last token of which alone the head is wanted.
@@ -120,31 +137,45 @@ class Limits:
         layer = self.linear_parameters // model.num_layers
         for_all = self.linear_parameters - layer + keys_and_values
         weights = for_all * length + layer - keys_and_values + self.head_parameters
-        pairs = (model.num_layers - 1) * length * (length + 1) / 2 + length
-        return 2 * weights + self.attention_operations(pairs) / model.num_layers
+        *before, last = self.windows
+        pairs = sum(_pairs(length, window) for window in before) + _seen(length, last)
+        return 2 * weights + self.attention_operations(pairs)
 
     def prefill_seconds(self, length: int) -> float | None:
         """Floor of the time to the first token of one prompt: all weights read once, or its operations."""
         return self._seconds(self.weight_bytes, self.prefill_operations(length))
 
+    def decode_bytes(self, batch: int, context: float) -> float:
+        """Bytes that one decode step of `batch` sequences of `context` tokens each reads."""
+        return self.weight_bytes + self.kv_bytes(batch * self.keys_seen(context))
+
     def decode_seconds(self, batch: int, context: float) -> float | None:
-        """Floor of one decode step of `batch` sequences that attend to `context` keys each, on average."""
-        keys = batch * context
-        operations = 2 * batch * (self.linear_parameters + self.head_parameters) + self.attention_operations(keys)
-        return self._seconds(self.weight_bytes + self.kv_bytes_per_token * keys, operations)
+        """Floor of one decode step of `batch` sequences of `context` tokens each, the new ones counted."""
+        weights = self.linear_parameters + self.head_parameters
+        operations = 2 * batch * weights + self.attention_operations(batch * self.keys_seen(context))
+        return self._seconds(self.decode_bytes(batch, context), operations)
+
+    def decoding_seconds(self, batch: int, prompt: int, output: int) -> float | None:
+        """Mean floor of the decode steps of a batch; step i of `output` - 1 attends to `prompt` + i tokens."""
+        floors = [self.decode_seconds(batch, prompt + step) for step in range(1, output)]
+        return None if self.rates is None else fmean(floor or 0.0 for floor in floors)
 
     def workload_seconds(self, lengths: Sequence[tuple[int, int]]) -> float | None:
         """Floor of requests that are all there at the start, `(prompt tokens, output tokens)` each.
 
         The operations of all prompts, plus the bytes of all decode steps with the best possible batching: a prompt
         gives its first token, so no fewer than `max(output tokens) - 1` steps read the weights once each, and a request
-        of n and m tokens reads n + 1, n + 2, ..., n + m - 1 cached tokens. Prompts and decode steps are added, since
+        of n and m tokens reads n + 1, n + 2, ..., n + m - 1 cached tokens, a window at most. Prompts and decode steps are added, since
         they take turns in nearly every engine; a perfect overlap of the two could go below by the smaller share.
         """
         steps = max(output for _, output in lengths) - 1
-        keys = sum((output - 1) * prompt + output * (output - 1) // 2 for prompt, output in lengths)
+        keys = sum(
+            count * (_pairs(prompt + output - 1, window) - _pairs(prompt, window))
+            for window, count in Counter(self.windows).items()
+            for prompt, output in lengths
+        )
         operations = sum(self.prefill_operations(prompt) for prompt, _ in lengths)
-        decode = self._seconds(steps * self.weight_bytes + keys * self.kv_bytes_per_token, 0)
+        decode = self._seconds(steps * self.weight_bytes + self.kv_bytes(keys), 0)
         prefill = self._seconds(0, operations)
         return None if decode is None or prefill is None else decode + prefill
 
@@ -152,6 +183,17 @@ class Limits:
         if self.rates is None:
             return None
         return max(num_bytes / self.rates.memory, operations / self.rates.matrix)
+
+
+def _seen(context: float, window: int | None) -> float:
+    """Keys that the last of `context` tokens attends to."""
+    return context if window is None else min(context, window)
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key it sees in a text of that length: 1 + 2 + ... up to the window, and then that."""
+    rising = length if window is None else min(length, window)
+    return rising * (rising + 1) // 2 + (length - rising) * rising
 
 
 def fraction(floor: float | None, measured: float) -> float | None:

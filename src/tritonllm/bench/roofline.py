@@ -103,7 +103,7 @@ def predict(
 def _decode(limits: Limits, rates: Rates, batch: int, context: int, cache_tokens: int) -> dict[str, Any]:
     seconds = limits.decode_seconds(batch, context)
     fits = batch * context <= cache_tokens
-    by_memory = (limits.weight_bytes + limits.kv_bytes_per_token * batch * context) / rates.memory
+    by_memory = limits.decode_bytes(batch, context) / rates.memory
     return {
         "batch": batch,
         "context": context,
