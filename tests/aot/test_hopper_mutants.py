@@ -33,7 +33,8 @@ def test_a_fault_compiles(mutant: Mutant, tmp_path: Path) -> None:
     path = tmp_path / mutant.path.name
     path.write_text(mutant.source(), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"mutated_{mutant.path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -77,6 +77,13 @@ KERNEL_MUTANTS = (
     _kernel(
         "values are not stored", "rope_store", "tl.store(v_cache_ptr + head", "tl.store(v_ptr + head", "rope_store"
     ),
+    _kernel(
+        "a value head too many is stored",
+        "rope_store",
+        "mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)",
+        "mask = (head <= NUM_KV_HEADS) & (dim < HEAD_DIM)",
+        "rope_store",
+    ),
     # attention
     _kernel(
         "a block's address has 32 bits",
@@ -91,6 +98,20 @@ KERNEL_MUTANTS = (
         "tokens.to(tl.int64) * token_stride",
         "tokens.to(tl.int64) * block_stride",
         "decode_attention",
+    ),
+    _kernel(
+        "a group of queries begins at the wrong head",
+        "decode_attention",
+        "heads = (kv_head * GROUP + group)",
+        "heads = (kv_head + group)",
+        "decode_attention",
+    ),
+    _kernel(
+        "a query head reads the wrong KV head",
+        "prefill_attention",
+        "kv_head = (head // GROUP)",
+        "kv_head = (head % GROUP)",
+        "prefill_attention",
     ),
     _kernel(
         "the running sum does not decay",
@@ -220,6 +241,13 @@ KERNEL_MUTANTS = (
         "skinny_linear",
     ),
     _kernel(
+        "a column behind a row of x is read",
+        "skinny_dot",
+        "x_mask = (token < num_tokens) & (x_column < K)",
+        "x_mask = (token < num_tokens) & (x_column <= K)",
+        "skinny_linear",
+    ),
+    _kernel(
         "a token too many is written",
         "skinny_dot",
         "y, mask=(row < N) & (token < num_tokens)",
@@ -246,6 +274,13 @@ KERNEL_MUTANTS = (
         "sampling",
         "winner = tl.min(tl.where(kept & (score == best), token, _NO_TOKEN), axis=0)",
         "winner = tl.max(tl.where(kept & (score == best), token, -1), axis=0)",
+        "sampling",
+    ),
+    _kernel(
+        "a column behind the vocabulary may win",
+        "sampling",
+        "kept = column < vocab_size",
+        "kept = column <= vocab_size",
         "sampling",
     ),
     _kernel("NaN is not told", "sampling", "tl.where(has_nan, -1, winner)", "winner", "sampling"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ FOLDER = str(Path(__file__).parents[1] / "mutants")
 sys.path.insert(0, FOLDER)
 try:
     from mutant import ROOT, Mutant
+    from page import PAGE, page
     from run import killer
     from table import MUTANTS
 finally:
@@ -31,6 +33,24 @@ def test_the_table_fits_the_source(mutant: Mutant) -> None:
         file, _, name = test.partition("::")
         assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8")
     assert [other.name for other in MUTANTS].count(mutant.name) == 1
+
+
+def test_every_kernel_has_a_fault() -> None:
+    """Each file with a kernel; those without one hold what several kernels share."""
+    files = (ROOT / "src" / "tritonllm" / "kernels").glob("*.py")
+    jitted = re.compile(r"^@(?:triton|gluon)\.jit.*?^def _\w+_kernel\(", re.MULTILINE | re.DOTALL)
+    modules = {f"tritonllm.kernels.{file.stem}" for file in files if jitted.search(file.read_text(encoding="utf-8"))}
+    assert len(modules) > 15
+    assert modules - {mutant.module for mutant in MUTANTS} == set()
+
+
+def test_the_page_lists_them_all() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python tests/mutants/page.py"
+
+
+def test_where_every_test_is_skipped_nothing_is_proven() -> None:
+    with pytest.raises(RuntimeError, match="no test of .* ran"):
+        killer(None, ("tests/kernels/test_prefill_hopper.py::test_rows_may_be_far_apart",), interpreted=True)
 
 
 def test_a_text_that_is_gone_from_the_source_is_an_error() -> None:

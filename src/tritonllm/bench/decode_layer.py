@@ -3,7 +3,8 @@
 Each path of `models/decode_path.py` runs a model without its head, with dummy weights and as many layers as it takes to
 read far more than the L2 cache holds, in one CUDA graph; where a model's layers differ, all are like its first. Printed
 are microseconds a layer, median of replays, beside what its weights, keys and values take at 4.4 TB/s. Before that, all
-paths are compared with SEPARATE over a few layers. Contexts are drawn between half of --context and one and a half times as many keys, the same in every run.
+paths are compared with SEPARATE over a few layers. Contexts are drawn between half of --context and one and a half
+times as many keys, the same in every run.
 
 `--write FILE` puts the fastest paths into a tuning table, by hidden size: from one batch to the next larger one the
 path changes only if that gains more than 2%. What else is in the file stays. TRITONLLM_TUNING=FILE uses it.

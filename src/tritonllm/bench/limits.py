@@ -124,7 +124,7 @@ class Limits:
         return self.kv_bytes_per_token / self.model.num_layers * keys
 
     def attention_operations(self, pairs: float) -> float:
-        """Multiplications and additions of one layer for so many pairs of a query and a key it sees: q @ k and p @ v."""
+        """Multiplications and additions of a layer for so many pairs of a query and a key it sees: q @ k and p @ v."""
         return 4 * self.model.num_heads * self.model.head_dim * pairs
 
     def prefill_operations(self, length: int) -> float:
@@ -165,8 +165,9 @@ class Limits:
 
         The operations of all prompts, plus the bytes of all decode steps with the best possible batching: a prompt
         gives its first token, so no fewer than `max(output tokens) - 1` steps read the weights once each, and a request
-        of n and m tokens reads n + 1, n + 2, ..., n + m - 1 cached tokens, a window at most. Prompts and decode steps are added, since
-        they take turns in nearly every engine; a perfect overlap of the two could go below by the smaller share.
+        of n and m tokens reads n + 1, n + 2, ..., n + m - 1 cached tokens, a window at most. Prompts and decode steps
+        are added, since they take turns in nearly every engine; a perfect overlap of the two could go below by the
+        smaller share.
         """
         steps = max(output for _, output in lengths) - 1
         keys = sum(

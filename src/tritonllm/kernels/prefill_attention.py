@@ -201,7 +201,7 @@ def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int, rdna: boo
         preferences = [(16, 2), (16, 1)]
     elif limit >= 227 * 1024:
         preferences = [(64, 3), (32, 3)]
-    elif rdna and block_d > 64:  # a tile in flight waits in registers: with more of them, some would go to memory
+    elif rdna and block_d > 64:  # tiles in flight wait in registers: more of them would spill
         preferences = [(16, 2)] if block_d <= 128 else [(16, 1)]
     else:  # tensor cores before Hopper's read operands from registers, and 64 keys would leave too few
         preferences = [(32, 3), (32, 2), (16, 2)]
