@@ -11,8 +11,8 @@ PAGE = ROOT / "docs" / "mutants.md"
 
 _HEAD = """# Planted faults
 
-Faults that are put into a copy of the source, one at a time, and the tests of which one at least fails then. The page is
-made from the tables in `tests/mutants` by `python tests/mutants/page.py`, and a test compares the two;
+Faults that are put into a copy of the source, one at a time, and the tests of which at least one fails then. The page
+is made from the tables in `tests/mutants` by `python tests/mutants/page.py`, and a test compares the two;
 [testing.md](testing.md) says how the faults are run. Paths are below `tests/`.
 """
 
