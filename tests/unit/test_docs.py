@@ -360,6 +360,15 @@ class TestKernels:
         assert f"`reference.{name}`" in section
         assert ("Hopper only" in section) == name.startswith("hopper_")
 
+    def test_of_every_op_the_idea_the_numbers_the_limits_and_what_lost(self) -> None:
+        after = read("docs/kernels.md").split("\n## What is known of each kernel\n", 1)[1].split("\n## ")[0]
+        sections = [section for section in after.split("\n### ")[1:] if not section.startswith("Registers on RDNA\n")]
+        for section in sections:
+            points = re.findall(r"^- \*\*([\w ]+)\*\*: \S", section, re.MULTILINE)
+            assert points == ["Idea", "Numbers", "Limits", "Tried and lost"], section.splitlines()[0]
+        headings = " ".join(section.splitlines()[0] for section in sections)
+        assert set(kernels.reference.__all__) == set(re.findall(r"`(\w+)`", headings))
+
     def test_what_stands_for_another_op_s_parameter_names_one(self) -> None:
         page = read("docs/kernels.md")
         for parameter, op in re.findall(r"^\| `(\w+)` \| .*?As in `(\w+)`", page, re.MULTILINE):
