@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tritonllm.bench.kernels.case import Heads, Place
 from tritonllm.bench.kernels.catalog import CASES, model_rows, read_rows, shipped_rows
 from tritonllm.bench.kernels.linears import SkinnyLinear
 from tritonllm.bench.target import model_shape, norms_heads
+from tritonllm.config.model import FULL, SLIDING
 from tritonllm.errors import ConfigError
 from tritonllm.kernels import reference
 from tritonllm.kernels.recording import GPU, recording
@@ -30,6 +32,19 @@ class TestRows:
         assert not any(isinstance(case, SkinnyLinear) and case.tokens == 64 for case in cases)
         assert CASES["hopper_linear_parts"](64, 3072, 1024) in cases
         assert PrefillAttention("hopper", Heads(16, 8, 128), 1, 8192) in cases
+
+    def test_a_model_whose_layers_differ_has_attention_of_each_kind(self) -> None:
+        model = model_shape("SmolLM2-135M")
+        model = replace(model, sliding_window=512, layer_types=(SLIDING, FULL) * (model.num_layers // 2))
+        cases = [row.case for row in model_rows(model, False, [8], 1024, 500, 256)]
+        decode = [case.window for case in cases if isinstance(case, DecodeAttention)]
+        prefill = [(case.form, case.window) for case in cases if isinstance(case, PrefillAttention)]
+        assert decode == [512, None]
+        assert prefill == [("portable", None), ("hopper", None)]  # which 500 tokens do not outgrow
+        cases = [row.case for row in model_rows(model, False, [8], 512, 600, 256)]
+        prefill = [(case.form, case.window) for case in cases if isinstance(case, PrefillAttention)]
+        assert prefill == [("portable", 512), ("portable", None), ("hopper", None)]
+        assert [case.window for case in cases if isinstance(case, DecodeAttention)] == [None]
 
     def test_only_qwen3_norms_its_heads(self) -> None:
         assert norms_heads("Qwen3-8B", model_shape("Qwen3-8B"))

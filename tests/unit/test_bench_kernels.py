@@ -95,6 +95,16 @@ class TestWork:
             (CASES["fused_decode_attention"](HEADS, 3, 10), Work(2 * (2 * 30 * 32 + 3 * (128 + 64)), 4 * 30 * 64)),
             # 2 prompts of 3 queries, which see 3, 4 and 5 keys.
             (PrefillAttention("portable", HEADS, 2, 3, 2), Work(2 * (2 * 10 * 32 + 2 * 6 * 64), 4 * 64 * 24)),
+            # With a window of 4: keys 7 to 10; and of 3 queries behind 4 keys, which see 4 each, all but the first.
+            (DecodeAttention(HEADS, 3, 10, window=4), Work(2 * (2 * 12 * 32 + 2 * 3 * 64), 4 * 12 * 64)),
+            (
+                CASES["fused_decode_attention"](HEADS, 3, 10, window=4),
+                Work(2 * (2 * 12 * 32 + 3 * (128 + 64)), 4 * 12 * 64),
+            ),
+            (
+                PrefillAttention("portable", HEADS, 2, 3, 4, window=4),
+                Work(2 * (2 * 2 * 6 * 32 + 2 * 6 * 64), 4 * 64 * 24),
+            ),
             (SkinnyLinear(2, 10, 6), Work(2 * (60 + 20 + 12), 240)),
             (SkinnyLinear(2, 10, 6, True, True), Work(2 * (60 + 10 + 20 + 6), 240)),
             (SkinnyLinear(2, 10, 6, residual=True), Work(2 * (60 + 20 + 24), 240)),

@@ -117,7 +117,7 @@ class Limits:
 
     def keys_seen(self, context: float) -> float:
         """Keys that the query at the end of a context attends to, all layers together."""
-        return sum(count * _seen(context, window) for window, count in Counter(self.windows).items())
+        return sum(count * seen(context, window) for window, count in Counter(self.windows).items())
 
     def kv_bytes(self, keys: float) -> float:
         """Bytes of so many keys of one layer and their values, in all its heads."""
@@ -138,7 +138,7 @@ class Limits:
         for_all = self.linear_parameters - layer + keys_and_values
         weights = for_all * length + layer - keys_and_values + self.head_parameters
         *before, last = self.windows
-        pairs = sum(_pairs(length, window) for window in before) + _seen(length, last)
+        pairs = sum(seen_pairs(length, window) for window in before) + seen(length, last)
         return 2 * weights + self.attention_operations(pairs)
 
     def prefill_seconds(self, length: int) -> float | None:
@@ -171,7 +171,7 @@ class Limits:
         """
         steps = max(output for _, output in lengths) - 1
         keys = sum(
-            count * (_pairs(prompt + output - 1, window) - _pairs(prompt, window))
+            count * (seen_pairs(prompt + output - 1, window) - seen_pairs(prompt, window))
             for window, count in Counter(self.windows).items()
             for prompt, output in lengths
         )
@@ -186,12 +186,12 @@ class Limits:
         return max(num_bytes / self.rates.memory, operations / self.rates.matrix)
 
 
-def _seen(context: float, window: int | None) -> float:
+def seen(context: float, window: int | None) -> float:
     """Keys that the last of `context` tokens attends to."""
     return context if window is None else min(context, window)
 
 
-def _pairs(length: int, window: int | None) -> int:
+def seen_pairs(length: int, window: int | None) -> int:
     """Pairs of a query and a key it sees in a text of that length: 1 + 2 + ... up to the window, and then that."""
     rising = length if window is None else min(length, window)
     return rising * (rising + 1) // 2 + (length - rising) * rising

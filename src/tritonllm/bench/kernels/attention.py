@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tritonllm import kernels
 from tritonllm.bench.kernels.case import EPS, Case, Heads, Place, Prepared, Timed, Work, worst_error
 from tritonllm.bench.kernels.decode_batch import DecodeBatch
+from tritonllm.bench.limits import seen_pairs
 from tritonllm.errors import ConfigError
 from tritonllm.kernels import reference
 from tritonllm.kernels.prefill_hopper import HOPPER_TILE_ROWS, serves_shape
@@ -34,18 +35,20 @@ class DecodeAttention(Case):
     batch: int
     context: int
     block_size: int = 256
+    window: int | None = None
 
     def work(self, itemsize: int) -> Work:
         heads = self.heads
         values = heads.num_heads * heads.head_dim * self.batch  # of q; the output has as many
-        kv = heads.kv_bytes(self.batch * self.context, itemsize)
-        return Work(kv + 2 * values * itemsize, 4 * values * self.context)
+        keys = min(self.context, self.window or self.context)
+        return Work(heads.kv_bytes(self.batch * keys, itemsize) + 2 * values * itemsize, 4 * values * keys)
 
     def prepare(self, place: Place) -> Prepared:
-        batch = DecodeBatch(self.heads, [self.context] * self.batch, place, self.block_size)
+        batch = DecodeBatch(self.heads, [self.context] * self.batch, place, self.block_size, window=self.window)
         after = batch.lens, batch.scale
+        attention = partial(kernels.decode_attention, window=self.window)
         calls = [
-            partial(kernels.decode_attention, batch.q, batch.k_cache, batch.v_cache, table, *after, batch.workspace)
+            partial(attention, batch.q, batch.k_cache, batch.v_cache, table, *after, batch.workspace)
             for table in batch.tables
         ]
 
@@ -53,7 +56,8 @@ class DecodeAttention(Case):
             with poisoned_memory():
                 out = calls[0]()
             cache = batch.k_cache, batch.v_cache, batch.tables[0]
-            return worst_error(out, reference.decode_attention(batch.q.float(), *cache, *after))
+            exact = reference.decode_attention(batch.q.float(), *cache, *after, window=self.window)
+            return worst_error(out, exact)
 
         return Prepared(Timed(calls, error, place.bound))
 
@@ -68,23 +72,26 @@ class FusedDecodeAttention(Case):
     context: int
     normed: bool = False
     block_size: int = 256
+    window: int | None = None
 
     def work(self, itemsize: int) -> Work:
         heads = self.heads
         values = heads.num_heads * heads.head_dim * self.batch
         # Of the last key and value of a row, which are in qkv, the write takes the place of the read.
-        kv = heads.kv_bytes(self.batch * self.context, itemsize)
-        return Work(kv + (heads.width * self.batch + values) * itemsize, 4 * values * self.context)
+        keys = min(self.context, self.window or self.context)
+        kv = heads.kv_bytes(self.batch * keys, itemsize)
+        return Work(kv + (heads.width * self.batch + values) * itemsize, 4 * values * keys)
 
     def prepare(self, place: Place) -> Prepared:
-        batch = DecodeBatch(self.heads, [self.context] * self.batch, place, self.block_size, normed=self.normed)
+        contexts = [self.context] * self.batch
+        batch = DecodeBatch(self.heads, contexts, place, self.block_size, normed=self.normed, window=self.window)
         before = batch.qkv, batch.cos_sin, batch.positions, batch.k_cache, batch.v_cache
         norms: dict[str, Any] = {"q_norm": batch.norm, "k_norm": batch.norm, "eps": EPS}
         num_heads = self.heads.num_heads
         calls = [
             partial(
                 kernels.fused_decode_attention, *before, slots, table, batch.lens, num_heads, batch.scale,
-                batch.workspace, **norms,
+                batch.workspace, **norms, window=self.window,
             )
             for slots, table in zip(batch.slots, batch.tables, strict=True)
         ]  # fmt: skip
@@ -93,7 +100,7 @@ class FusedDecodeAttention(Case):
             # q and k with the op's own roundings; attention over them in float32.
             q = reference.rope_store_kv(*before, batch.slots[0], num_heads, **norms)
             cache = batch.k_cache, batch.v_cache, batch.tables[0]
-            exact = reference.decode_attention(q.float(), *cache, batch.lens, batch.scale)
+            exact = reference.decode_attention(q.float(), *cache, batch.lens, batch.scale, window=self.window)
             stored = batch.new_keys(0)
             batch.poison_new_keys(0)
             with poisoned_memory():
@@ -114,26 +121,33 @@ class PrefillAttention(Case):
     length: int
     prefix: int = 0
     block_size: int = 256
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ConfigError(f"prefill_attention has no form {self.form!r}, only {' and '.join(FORMS)}.")
 
     def unsupported(self, place: Place) -> str | None:
-        there = self.form == "portable" or serves_shape(self.heads.head_dim, place.dtype, self.block_size, place.device)
+        if self.form == "portable":
+            return None
+        if self.window is not None:
+            return "the Hopper form has no windows"
+        there = serves_shape(self.heads.head_dim, place.dtype, self.block_size, place.device)
         return None if there else "the Hopper form does not serve these heads and blocks on this GPU"
 
     def work(self, itemsize: int) -> Work:
         heads = self.heads
-        pairs = self.batch * self.length * (self.prefix + (self.length + 1) / 2)  # of a query and a key it may see
+        context = self.prefix + self.length
+        pairs = self.batch * (seen_pairs(context, self.window) - seen_pairs(self.prefix, self.window))
         values = 2 * heads.num_heads * heads.head_dim * self.batch * self.length
-        kv = heads.kv_bytes(self.batch * (self.prefix + self.length), itemsize)
+        keys = context - max(self.prefix + 1 - (self.window or context), 0)  # the first query sees the first of them
+        kv = heads.kv_bytes(self.batch * keys, itemsize)
         return Work(kv + values * itemsize, 4 * heads.num_heads * heads.head_dim * pairs)
 
     def prepare(self, place: Place) -> Prepared:
         prompts = _Prompts(self, place)
         calls: list[Callable[[], torch.Tensor]] = [partial(prompts.attend, index) for index in range(len(prompts.q))]
-        rivals = {} if self.prefix else {name: prompts.sdpa(backend) for name, backend in SDPA.items()}
+        rivals = {} if self.prefix or self.window else {name: prompts.sdpa(backend) for name, backend in SDPA.items()}
         return Prepared(Timed(calls, lambda: prompts.error(calls[0]), place.bound), rivals)
 
 
@@ -199,4 +213,4 @@ class _Prompts:
     def _attention(self, attention: Callable[..., torch.Tensor], index: int, wide: bool = False) -> torch.Tensor:
         q = self.q[index].float() if wide else self.q[index]
         where = self.tables[index], self.cu_seqlens, self.lens, self.tiles, self.tile_rows
-        return attention(q, self.k_cache, self.v_cache, *where, self.scale)
+        return attention(q, self.k_cache, self.v_cache, *where, self.scale, window=self.case.window)

@@ -24,6 +24,7 @@ from tritonllm.bench.kernels.linears import HopperLinear, HopperLinearParts, Ski
 from tritonllm.bench.kernels.logits import AdjustLogits, TokenLogprobs
 from tritonllm.bench.kernels.rotation import ApplyRope, RopeStoreKv, StoreKv
 from tritonllm.bench.kernels.sampling import KeptThreshold, MergePicks, PickFromShard, PickTokens, SampleTokens
+from tritonllm.bench.limits import Limits
 from tritonllm.bench.linear_layers import layers_of_config
 from tritonllm.config import ModelConfig
 from tritonllm.errors import ConfigError
@@ -99,8 +100,9 @@ def _decode_cases(model: ModelConfig, normed: bool, batch: int, context: int, bl
     yield RmsNorm(batch, hidden)
     yield AddRmsNorm(batch, hidden)
     yield RopeStoreKv(heads, batch, normed, block_size)
-    yield DecodeAttention(heads, batch, context, block_size)
-    yield FusedDecodeAttention(heads, batch, context, normed, block_size)
+    for window in _windows(model, context):
+        yield DecodeAttention(heads, batch, context, block_size, window)
+        yield FusedDecodeAttention(heads, batch, context, normed, block_size, window)
     yield SiluAndMul(batch, model.intermediate_size)
     yield GeluAndMul(batch, model.intermediate_size)
     for layer in layers_of_config("", model):
@@ -129,10 +131,17 @@ def _prefill_cases(model: ModelConfig, normed: bool, tokens: int, block_size: in
     yield ApplyRope(heads, tokens)
     yield StoreKv(heads, tokens, block_size)
     yield RopeStoreKv(heads, tokens, normed, block_size)
-    for form in FORMS:
-        yield PrefillAttention(form, heads, 1, tokens, block_size=block_size)
+    for window in _windows(model, tokens):
+        for form in FORMS if window is None else ("portable",):
+            yield PrefillAttention(form, heads, 1, tokens, block_size=block_size, window=window)
     yield SiluAndMul(tokens, model.intermediate_size)
     yield GeluAndMul(tokens, model.intermediate_size)
+
+
+def _windows(model: ModelConfig, length: int) -> list[int | None]:
+    """The different windows that layers of a model have in a text of that length, None for the whole of it."""
+    windows = Limits(model, "bfloat16", None).windows
+    return list(dict.fromkeys(None if window is None or window >= length else window for window in windows))
 
 
 def _heads(model: ModelConfig) -> Heads:
@@ -182,7 +191,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> Row:
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "bool": (bool,), "str": (str,), "float": (int, float), "Heads": (str,),
-    "float | None": (int, float), "str | None": (str,),
+    "float | None": (int, float), "str | None": (str,), "int | None": (int,),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ class DecodeBatch:
         place: device and dtype.
         block_size: tokens of a cache block.
         normed: whether queries and keys have a norm, as in Qwen3.
+        window: keys that a query sees at most, None for all.
         calls: how many sets; default: as many as it takes, up to `MAX_CALLS`.
         max_batch: rows that the workspace is for; default: those of the batch.
 
@@ -40,13 +41,14 @@ class DecodeBatch:
         block_size: int = 256,
         *,
         normed: bool = False,
+        window: int | None = None,
         calls: int | None = None,
         max_batch: int | None = None,
     ) -> None:
         self.heads, self.contexts = heads, list(contexts)
         batch, device = len(contexts), place.device
         blocks = batch * -(-max(contexts) // block_size)
-        self.bytes = heads.kv_bytes(sum(contexts), place.dtype.itemsize)
+        self.bytes = heads.kv_bytes(sum(min(each, window or each) for each in contexts), place.dtype.itemsize)
         self.calls = calls or min(place.copies(self.bytes), MAX_CALLS)
         shape = (self.calls * blocks, block_size, heads.num_kv_heads, heads.head_dim)
         self.k_cache, self.v_cache = place.normal(*shape), place.normal(*shape)

@@ -80,7 +80,8 @@ def measure_rows(
 
 def _unmeasured(row: Row, place: Place, rates: Rates) -> dict[str, Any]:
     work: Work = row.case.work(place.dtype.itemsize)
-    fields = {name: value if isinstance(value, (int, float)) else str(value) for name, value in vars(row.case).items()}
+    given = {name: value for name, value in vars(row.case).items() if value is not None}
+    fields = {name: value if isinstance(value, (int, float)) else str(value) for name, value in given.items()}
     return {
         "op": row.case.op,
         "shape": row.case.shape,
