@@ -76,6 +76,21 @@ def test_a_family_is_compiled_for_by_the_table_that_ships_for_it() -> None:
     assert all(case.sized and case.tuned for case in skinny)
 
 
+def test_rdna_alone_gets_more_warps_and_fewer_keys() -> None:
+    """A tile takes twice the registers there, and nothing may spill."""
+
+    def choices(key: str, target: str) -> list[tuple[int, int]]:
+        launches = launches_on(all_cases()[key], TARGETS[target])
+        return [(launch.options["num_warps"], launch.constexprs["BLOCK_N"]) for launch in launches]
+
+    assert choices("attention-llama-3.2-1b", "gfx942") == [(4, 32), (4, 64)]
+    assert choices("attention-llama-3.2-1b", "gfx1100") == [(8, 32), (8, 64)]
+    assert choices("attention-head-dim-80", "gfx942") == [(4, 32), (4, 32)]
+    assert choices("attention-head-dim-80", "gfx1100") == [(8, 16), (8, 16)]
+    assert choices("fused_attention-head-dim-256", "gfx942") == [(4, 16)]
+    assert choices("fused_attention-head-dim-256", "gfx1100") == [(16, 16)]
+
+
 def test_arguments_are_in_the_order_of_the_kernel() -> None:
     """A launch passes them by position once its kernel is compiled."""
     for case in all_cases().values():
