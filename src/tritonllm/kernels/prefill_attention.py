@@ -46,6 +46,7 @@ from tritonllm.kernels.prefill_hopper import (
     plan_prefill_hopper,
     serves_shape,
 )
+from tritonllm.kernels.prefill_tiling import key_tile
 from tritonllm.kernels.reference import attention as reference
 
 
@@ -195,22 +196,6 @@ def _rows_by_tma(cache: torch.Tensor, keys: int) -> TensorDescriptor:
     return TensorDescriptor(cache, rows, [cache.stride(1), 1], [keys, head_dim])
 
 
-def _key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int, rdna: bool) -> tuple[int, int]:
-    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
-    if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
-        preferences = [(16, 2), (16, 1)]
-    elif limit >= 227 * 1024:
-        preferences = [(64, 3), (32, 3)]
-    elif rdna and block_d > 64:  # tiles in flight wait in registers: more of them would spill
-        preferences = [(16, 2)] if block_d <= 128 else [(16, 1)]
-    else:  # tensor cores before Hopper's read operands from registers, and 64 keys would leave too few
-        preferences = [(32, 3), (32, 2), (16, 2)]
-    for keys, stages in preferences:
-        if (tile_rows + 2 * keys * stages) * block_d * itemsize <= limit:
-            return keys, stages
-    return preferences[-1]
-
-
 def plan_prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -263,7 +248,7 @@ def plan_prefill_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     limit = shared_memory_limit(q.device) if shared_memory is None else shared_memory
     rdna = gpu_of(q.device).rdna
-    block_n, stages = _key_tile(tile_rows, block_d, q.element_size(), limit, rdna)
+    block_n, stages = key_tile(tile_rows, block_d, q.element_size(), limit, rdna)
     if by_tma is None:
         by_tma = (9, 0) <= nvidia_capability(q.device) < (12, 0)
     by_tma = by_tma and window is None and _tma_can_load(k_cache, block_n)

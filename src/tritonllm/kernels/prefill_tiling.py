@@ -75,3 +75,19 @@ def prefill_tiles(query_lens: Sequence[int], context_lens: Sequence[int], tile_r
     ]
     tiles.sort(key=lambda tile: -tile[0])
     return [(sequence, row) for _, sequence, row in tiles]
+
+
+def key_tile(tile_rows: int, block_d: int, itemsize: int, limit: int, rdna: bool) -> tuple[int, int]:
+    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory."""
+    if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
+        preferences = [(16, 2), (16, 1)]
+    elif limit >= 227 * 1024:
+        preferences = [(64, 3), (32, 3)]
+    elif rdna and block_d > 64:  # tiles in flight wait in registers: more of them would spill
+        preferences = [(16, 2)] if block_d <= 128 else [(16, 1)]
+    else:  # tensor cores before Hopper's read operands from registers, and 64 keys would leave too few
+        preferences = [(32, 3), (32, 2), (16, 2)]
+    for keys, stages in preferences:
+        if (tile_rows + 2 * keys * stages) * block_d * itemsize <= limit:
+            return keys, stages
+    return preferences[-1]
