@@ -200,8 +200,8 @@ KERNEL_MUTANTS = (
     _kernel(
         "a cap is half as wide",
         "paged_attention",
-        "(scale_log2 * 0.6931471805599453 / SOFTCAP)",
-        "(scale_log2 * 1.3862943611198906 / SOFTCAP)",
+        "(2.0 * scale_log2 / SOFTCAP)",
+        "(4.0 * scale_log2 / SOFTCAP)",
         "windows_and_caps",
     ),
     _kernel(
