@@ -13,27 +13,27 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.inputs import SamplingRows, StepInputs, chunk_inputs, decode_inputs, prefill_inputs
+from tritonllm.engine.device_steps import PARTS, DeviceSteps, Part
+from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.logprobs import StepLogprobs
-from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
+from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, masks_of, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
 from tritonllm.engine.ranks import Ranks, start_ranks
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.row_changes import apply_row_changes
-from tritonllm.engine.sequence import ENDS, Choice, Sequence
+from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_results import StepResults
 from tritonllm.engine.token_choice import TokenChoice
 from tritonllm.engine.upload import to_device
 from tritonllm.engine.warm_up import warm_up_prefills
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
-from tritonllm.kernels.decode_rows import HEADER, advance_rows, load_rows
+from tritonllm.kernels.decode_rows import HEADER, load_rows
 from tritonllm.kernels.launch import compiling_ahead
-from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
+from tritonllm.kernels.longest_first import longest_first
 from tritonllm.kernels.prefill_tiling import PrefillTiling
-from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
 
 
@@ -84,7 +84,7 @@ class ModelRunner:
             self._make_state(tp)
         self._thread = threading.local()
         self.logprobs: StepLogprobs | None = None
-        self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
+        self.graphs = DecodeGraphs(self._steps.decode, self.max_num_rows)
         self.prefill_graphs = self.make_prefill_graphs(self.device.type != "cpu" and not self.config.enforce_eager)
         self._make_pool()
 
@@ -99,10 +99,14 @@ class ModelRunner:
         self.rows = torch.zeros(self.max_num_rows, width, dtype=torch.int32, device=self.device)
         self.results = StepResults(self.max_num_rows, model.vocab_size, self.device)
         self.sampled = self.results.tokens
-        self._choose = TokenChoice(self.model, self.results)
         self.controls = ControlState.allocate(self.max_num_rows, model.vocab_size, self.device)
         heads = num_heads, self.num_kv_heads, model.head_dim
         self.workspace = DecodeWorkspace.allocate(self.max_num_rows, *heads, self.device)
+        choose, state = TokenChoice(self.model, self.results), (self.rows, self.sampled, self.controls, self.workspace)
+        ids = self.block_size, model.vocab_size
+        self._steps = DeviceSteps(self.model, choose, *state, lambda: self.pool.layers, *ids)
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._unchosen: StepPlan | None = None  # the step launched last, if it waits for masks
 
     # ---- start-up ----
 
@@ -145,8 +149,8 @@ class ModelRunner:
 
     def _decode_every_size(self) -> None:
         for size in self.graphs.buckets:
-            for end in ENDS:
-                self._decode(size, end)
+            for part in PARTS:
+                self._steps.decode(size, part)
 
     def warmup_model(self) -> int:
         """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
@@ -164,7 +168,7 @@ class ModelRunner:
         for chunks, tile_rows in warm_up_prefills(self.config, self.tiling, self.num_kv_heads, self.workspace.num_sms):
             inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
             inputs.attn.slot_mapping.fill_(-1)
-            self._prefill(inputs)
+            self._steps.prefill(inputs)
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""
@@ -186,7 +190,7 @@ class ModelRunner:
         if padded:
             budget = self.config.max_num_batched_tokens
             layouts = prefill_layouts(budget, self.max_num_rows, self.rows.shape[1] - HEADER, self.tiling.portable_rows)
-        return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
+        return PrefillGraphs(self._steps.prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.resolved.config, num_blocks, self.block_size, self.num_kv_heads, self.dtype, self.device)
@@ -199,11 +203,33 @@ class ModelRunner:
         if plan.zero_blocks:
             self.pool.zero(to_device(plan.zero_blocks, self.device).long())
         apply_row_changes(plan, self.rows, self.sampled, self.controls)
-        if plan.num_decode_rows:
+        if plan.waits_for_masks:
+            self._unchosen = plan
+            self.graphs.run_part(plan.num_decode_rows, Part.FORWARD)
+        elif plan.num_decode_rows:
             self.graphs.run(plan.num_decode_rows, plan.choice)
         if plan.chunks:
             self.prefill_graphs.run(plan.chunks)
-        if not self.rank:  # every rank chose the same tokens; rank 0 reads them
+        if not (plan.waits_for_masks or self.rank):  # every rank chose the same tokens; rank 0 reads them
+            self.results.send(plan)
+
+    @torch.inference_mode()
+    def choose(self, masks: list[tuple[int, bytes]]) -> None:
+        """Queue the second half of the step launched last, whose plan waits for masks.
+
+        Args:
+            masks: rows, each with int32 words of the tokens that may come next, as `GrammarMatcher.mask` gives them.
+
+        Raises:
+            EngineError: no launched step waits.
+        """
+        plan, self._unchosen = self._unchosen, None
+        if plan is None:
+            raise EngineError("choose() was called without a step that waits for masks; call launch(plan) first")
+        if masks:
+            self.controls.write_masks(masks, self._copies)
+        self.graphs.run_part(plan.num_decode_rows, Part.CHOICE)
+        if not self.rank:
             self.results.send(plan)
 
     def collect(self) -> list[int]:
@@ -219,34 +245,6 @@ class ModelRunner:
         tokens, self.logprobs = self.results.receive(None if self.ranks is None else self.ranks.wait)
         return tokens
 
-    def _decode(self, num_rows: int, end: Choice) -> None:
-        """One decode step of the first rows, from last tokens to next tokens; this is what a graph captures."""
-        rows = self.rows[:num_rows]
-        input_ids, positions, slots, context_lens = load_rows(
-            self.rows, num_rows, self.block_size, self.resolved.config.vocab_size
-        )
-        order = longest_first(context_lens) if num_rows > FEW_ROWS else None
-        attn = DecodeMetadata(slots, rows[:, HEADER:], context_lens, self.workspace, order)
-        hidden = self.model(input_ids, positions, self.pool.layers, attn)
-        tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, end, self.controls.first(num_rows), 0)
-        advance_rows(self.rows, tokens, self.sampled[:num_rows])
-
-    def _prefill(self, inputs: StepInputs) -> None:
-        """Run prompt chunks and sample for those that end a prompt."""
-        attn = inputs.attn_of_last(self.workspace)
-        hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
-        if inputs.followed:
-            self._choose.report_prompts(hidden, inputs.followed)
-        if inputs.sampling is None:
-            return
-        # A model may have returned those rows alone. If all tokens are wanted they are the same, as they come in order.
-        if len(hidden) != len(inputs.last_tokens):
-            hidden = hidden.index_select(0, inputs.last_tokens)
-        state = inputs.control_state(self.resolved.config.vocab_size)
-        first = self.max_num_rows
-        tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.choice.end, state, first)
-        self.sampled[first : first + len(tokens)].copy_(tokens)
-
     # ---- for callers with a scheduler of their own ----
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
@@ -256,7 +254,10 @@ class ModelRunner:
             seqs: with block tables; for a prefill, tokens from `num_computed_tokens` on are computed.
             is_prefill: prompts, or one decode step.
         """
-        self.call("launch", plan_of(seqs, is_prefill, self.max_num_rows))
+        plan = plan_of(seqs, is_prefill, self.max_num_rows)
+        self.call("launch", plan)
+        if plan.waits_for_masks:
+            self.call("choose", masks_of(seqs))
         return self.collect()
 
     def prepare_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
@@ -336,7 +337,8 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._drop_graphs()
-            for name in ("model", "_choose", "pool", "rows", "sampled", "results", "controls", "workspace"):
+            state = ("rows", "sampled", "results", "controls", "workspace")
+            for name in ("model", "_steps", "graphs", "prefill_graphs", "pool", *state):
                 self.__dict__.pop(name, None)
         finally:
             (self.ranks or self.tp).close()

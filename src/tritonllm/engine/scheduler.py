@@ -13,7 +13,7 @@ from tritonllm.engine.block_manager import BlockManager
 from tritonllm.engine.controls import controls_of
 from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.logprobs import StepLogprobs
-from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
+from tritonllm.engine.plan import PrefillChunk, StepPlan, masks_of, prefill_chunk
 from tritonllm.engine.rows import RowPlacement
 from tritonllm.engine.scheduler_messages import check_prompt_length, describe_state
 from tritonllm.engine.sequence import Choice, Sequence, SequenceStatus
@@ -126,7 +126,7 @@ class Scheduler:
         if self._steady is not None:
             steady_plan = self._steady.next_step(self.block_manager)
             if steady_plan is not None:
-                self._in_flight.append(InFlight(self._steady.decoded, []))
+                self._in_flight.append(self._steady.in_flight)
                 return steady_plan
             self._steady = None
         decoding, new_blocks, stalled = self._schedule_decode()
@@ -146,6 +146,7 @@ class Scheduler:
             choice=max((seq.sampling.choice for seq in decoding), default=Choice.PLAIN),
             chunks=[chunk for _, chunk in prefilled],
             zero_blocks=self.block_manager.take_blocks_to_zero(),
+            waits_for_masks=any(seq.matcher is not None for seq in decoding),
         )
         for seq in decoding:
             seq.token_source = seq.row
@@ -195,7 +196,13 @@ class Scheduler:
                 seq.token_ids.append(token)
         for seq, chunk in step.prefilled:
             self._read(seq, chunk.context_len, next(tokens) if chunk.sample else None)
+        for seq, error in step.follow_grammars():
+            self._finish(seq, "error", error)
         return self.take_finished()
+
+    def late_masks(self) -> list[tuple[int, bytes]]:
+        """What the newest step waits for if its plan waits for masks; the steps before it have been read."""
+        return masks_of(self._in_flight[-1].decoded)
 
     def take_finished(self) -> list[Sequence]:
         """Requests that finished and were not reported yet."""
@@ -248,11 +255,7 @@ class Scheduler:
             self._finish(seq, "length")
 
     def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
-        queue = {
-            SequenceStatus.WAITING: self.waiting,
-            SequenceStatus.PREFILLING: self.prefilling,
-            SequenceStatus.RUNNING: self.running,
-        }[seq.status]
+        queue = getattr(self, seq.status.value)  # a status says which
         (queue if seq.held_in is None else seq.held_in).remove(seq)
         self._release_samples(seq)
         self._steady = None

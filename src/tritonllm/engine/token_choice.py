@@ -48,7 +48,7 @@ class TokenChoice:
 
         Args:
             positions: int32 `[N]`, those of the new tokens; they key the noise.
-            end: what the most demanding row takes, one of `ENDS`.
+            end: what the most demanding row takes, PLAIN, FILTERED or CONTROLLED.
             state: what the rows say about single tokens, for the end CONTROLLED; the newest token of each is counted.
             first_row: row of the results for what that end reports.
         """
