@@ -52,8 +52,8 @@ MUTANTS = (
     Mutant(
         "a steady batch forgets how its tokens are chosen",
         _STEADY,
-        "new_blocks=new_blocks, choice=plan.choice)",
-        "new_blocks=new_blocks)",
+        "replace(plan, new_blocks=new_blocks)",
+        "replace(plan, new_blocks=new_blocks, choice=Choice.PLAIN)",
         CONTROLS,
     ),
     Mutant("a steady batch writes behind its last block", _STEADY, "_block_size + 1)", "_block_size + 2)"),
