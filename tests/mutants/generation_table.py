@@ -156,8 +156,8 @@ GENERATION_MUTANTS = (
     Mutant(
         "the other ranks choose without masks",
         "tritonllm.engine.step_loop",
-        'self.runner.call("choose", ',
-        "self.runner.choose(",
+        'self.runner.call("choose", self',
+        'self.runner.ranks and self.runner.ranks.publish("choose", ([],)), self.runner.choose(self',
         FORMS,
     ),
     Mutant(

@@ -11,6 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tritonllm import AsyncLLMEngine, LLMEngine, SamplingParams, Sequence, StructuredOutputsParams
 from tritonllm.engine.device_steps import Part
@@ -171,6 +174,7 @@ class TestRefusals:
             ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
             ({"json": {"type": "strin"}}, "Invalid type: strin"),
             ({"grammar": "start: nothing"}, "nothing"),
+            ({"regex": "a" * 500 + "("}, r"regex='a{199}\.\.\. cannot be followed"),
         ],
     )
     def test_of_grammars_come_before_anything_is_queued(self, engine: LLMEngine, form: dict, message: str) -> None:
@@ -199,6 +203,12 @@ class TestRefusals:
     def test_of_tokenizers(self, tokenizer, eos: tuple[int, ...], message: str) -> None:
         with pytest.raises(RequestError, match=message):
             Grammars(tokenizer, 512, eos).matcher(FORMS["regex"])
+
+    def test_of_a_tokenizer_whose_tokens_are_no_bytes(self) -> None:
+        words = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+        with pytest.raises(RequestError, match="cannot be used with the tokenizer .*decoder"):
+            Grammars(tokenizer, 512, (1,)).matcher(FORMS["regex"])
 
     def test_of_a_sequence_without_a_matcher(self) -> None:
         with pytest.raises(RequestError, match="needs a matcher"):

@@ -17,6 +17,9 @@ from tritonllm.structured_outputs import StructuredOutputsParams
 _KEPT = 64
 """Compiled grammars that are kept for further requests."""
 
+_SHOWN = 200
+"""Characters of a grammar in an error."""
+
 
 class GrammarMatcher:
     """Where one completion stands in its grammar.
@@ -85,7 +88,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._ll_tokenizer: Any = None  # made by the first request that needs it: it takes up to a second
+        self._ll_tokenizer: Any = None  # made by the first request that needs it: it takes a moment
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
@@ -110,7 +113,9 @@ class Grammars:
         matcher = LLMatcher(self._ll_tokenizer, _grammar_of(form, LLMatcher), log_level=0)
         if matcher.is_error():
             (name,) = (name for name in ("json", "regex", "choice", "grammar") if getattr(form, name) is not None)
-            raise RequestError(f"{name}={getattr(form, name)!r} cannot be followed: {matcher.get_error().strip()}")
+            value = repr(getattr(form, name))
+            value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+            raise RequestError(f"{name}={value} cannot be followed: {matcher.get_error().strip()}")
         return matcher
 
     def _make_tokenizer(self) -> Any:
