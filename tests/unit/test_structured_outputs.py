@@ -329,6 +329,14 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine: LLMEngine, m
     assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_bad_words_that_leave_nothing_end_the_request_with_an_error(engine: LLMEngine, temperature: float) -> None:
+    params = replace(following(choice=["x7"]), temperature=temperature, bad_words=("7",))
+    result = engine.generate([PROMPT], params)
+    assert result["finish_reason"] == ["error"]
+    assert result["errors"][0].startswith("the grammar cannot go on behind token 2")
+
+
 def test_the_forward_pass_is_queued_before_the_tokens_of_the_last_step_are_read(engine: LLMEngine) -> None:
     """Steps with a grammar: forward, read, choose. All others: one call, and the reading behind it."""
     calls: list[str] = []
