@@ -117,7 +117,7 @@ def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     for kernel, times in (("_load_rows_kernel", 8), ("_advance_rows_kernel", 6)):
         sizes = [launch.args["num_rows"] for launch in of(launches, kernel)]
         assert {size: sizes.count(size) for size in sizes} == dict.fromkeys(bucket_sizes(24), times)
-    for kernel in ("_adjust_kernel", "_bias_kernel"):
+    for kernel in ("_adjust_kernel", "_list_kernel"):
         assert {launch.args["logits_ptr"].shape[0] for launch in of(launches, kernel)} >= {*bucket_sizes(24)}
     # Of rows of a decode step, of the prompts that end in a prefill, and of a prompt's own tokens.
     strides = {launch.args["wanted_stride"] for launch in of(launches, "_tile_kernel")}
