@@ -103,8 +103,8 @@ GENERATION_MUTANTS = (
     Mutant(
         "later samples may say bad words",
         "tritonllm.engine.samples",
-        "block_size=block_size, bad_words=bad_words) for",
-        "block_size=block_size) for",
+        "bad_words=bad_words, matcher",
+        "bad_words=bad_words if own_params is params else (), matcher",
         BAD_WORDS,
     ),
     Mutant(
@@ -130,7 +130,11 @@ GENERATION_MUTANTS = (
     Mutant("min_tokens leaves nothing allowed", _GRAMMARS, "longer if longer.any() else allowed", "longer", FORMS),
     Mutant("a grammar's error is not looked for", _GRAMMARS, "return self._error()", "return None", FORMS),
     Mutant(
-        "a prompt's first token has no mask", "tritonllm.engine.inputs", "chunk.seen, chunk.mask)", "chunk.seen)", FORMS
+        "a prompt's first token has no mask",
+        "tritonllm.engine.inputs",
+        "chunk.recent, chunk.mask)",
+        "chunk.recent)",
+        FORMS,
     ),
     Mutant(
         "masks are computed before the last token is read",
