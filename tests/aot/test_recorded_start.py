@@ -14,7 +14,9 @@ import torch
 from tritonllm import EngineConfig, ModelSpec
 from tritonllm.engine import recorded_start as module
 from tritonllm.engine.cuda_graphs import bucket_sizes
+from tritonllm.engine.device_steps import CAPTURED
 from tritonllm.engine.model_runner import ModelRunner
+from tritonllm.engine.prefill_graphs import PrefillGraphs
 from tritonllm.engine.recorded_start import recorded_start
 from tritonllm.errors import ConfigError
 from tritonllm.kernels.compile_matrix import distinct
@@ -113,7 +115,7 @@ def test_its_number_of_multiprocessors_decides_on_splits() -> None:
 
 def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     launches = start("sm_80")
-    # 2 pools x 3 ends, one of which begins anew behind its forward pass.
+    # 2 pools x a forward pass and 3 ends, each of which reads the rows anew.
     for kernel, times in (("_load_rows_kernel", 8), ("_advance_rows_kernel", 6)):
         sizes = [launch.args["num_rows"] for launch in of(launches, kernel)]
         assert {size: sizes.count(size) for size in sizes} == dict.fromkeys(bucket_sizes(24), times)
@@ -123,6 +125,17 @@ def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     strides = {launch.args["wanted_stride"] for launch in of(launches, "_tile_kernel")}
     assert len(strides) == 3
     assert {launch.args["thresholds_ptr"] is None for launch in of(launches, "_pick_kernel")} == {True, False}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_halves_of_a_step_launch_all_that_is_captured(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture runs nothing first: a kernel that only a whole step launches would be compiled in the middle of it."""
+    monkeypatch.setattr(ModelRunner, "_prefill_every_kernel", lambda self: None)
+    monkeypatch.setattr(PrefillGraphs, "run_every_layout", lambda self: None)
+    halves = distinct(start(target), TARGETS[target])
+    monkeypatch.setattr("tritonllm.engine.model_runner.HALVES", CAPTURED)
+    captured = distinct(start(target), TARGETS[target])
+    assert set(captured) == set(halves)
 
 
 class TestWindowsAndCaps:

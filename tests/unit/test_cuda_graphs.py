@@ -9,7 +9,7 @@ import torch
 
 from tritonllm import SamplingParams
 from tritonllm.engine.cuda_graphs import DecodeGraphs, bucket_sizes
-from tritonllm.engine.device_steps import PARTS, Part
+from tritonllm.engine.device_steps import CAPTURED, Part
 from tritonllm.engine.sequence import Choice
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER
 
@@ -47,7 +47,7 @@ def with_doubles(engine) -> dict[tuple[int, Part], GraphDouble]:
     graphs = engine.runner.graphs
     with torch.inference_mode():
         engine.runner._decode_every_size()  # as before a capture
-    doubles = {(size, part): GraphDouble(engine.runner, size, part) for size in graphs.buckets for part in PARTS}
+    doubles = {(size, part): GraphDouble(engine.runner, size, part) for size in graphs.buckets for part in CAPTURED}
     graphs._graphs.update(doubles)
     graphs.forward = None  # every step must find a graph
     return doubles
@@ -79,7 +79,7 @@ def test_without_a_graph_the_step_is_called_at_its_padded_size() -> None:
     graphs.run(2, Choice.REPORTED)
     graphs.run(2, Choice.FILTERED)
     plain = [(size, Part.PLAIN) for size in (1, 4, 8, 12, 12)]
-    assert calls == [*plain, (2, Part.FORWARD), (2, Part.CHOICE), (2, Part.FILTERED)]
+    assert calls == [*plain, (2, Part.FORWARD), (2, Part.CONTROLLED_END), (2, Part.FILTERED)]
 
 
 @pytest.mark.parametrize("controlled", [False, True])
@@ -101,7 +101,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(make_engine, limit: int, c
     assert engine.generate(PROMPTS, params) == eager
     used = {key for key, double in doubles.items() if double.replays}
     assert {size for size, _ in used} == set(engine.runner.graphs.buckets)
-    assert {part for _, part in used} == ({*PARTS} if controlled else {Part.FILTERED, Part.PLAIN})
+    assert {part for _, part in used} == ({*CAPTURED} if controlled else {Part.FILTERED, Part.PLAIN})
 
 
 def test_padding_writes_no_block_and_its_state_stays_empty(make_engine) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tritonllm.engine.device_steps import PARTS, Part, parts_of
+from tritonllm.engine.device_steps import CAPTURED, HALVES, Part, parts_of
 from tritonllm.engine.sequence import Choice
 
 DecodeForward = Callable[[int, Part], None]
@@ -26,14 +26,16 @@ def bucket_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
-def capture(call: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def capture(call: Callable[[], None], pool: Any, *, warm: bool = False) -> torch.cuda.CUDAGraph:
     """Capture a call that touches static buffers alone; it runs once before, which compiles what it needs.
 
     Args:
         pool: memory to share with graphs that never run at the same time, None for memory of its own.
+        warm: all that it launches has been launched before, so it does not run first.
     """
-    call()
-    torch.cuda.synchronize()
+    if not warm:
+        call()
+        torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         call()
@@ -61,11 +63,15 @@ class DecodeGraphs:
     def capture(self, buckets: list[int] | None = None) -> None:
         """Capture every part of every bucket, largest first so that the others reuse its memory.
 
-        Every row must be padding. Each size runs once before its capture, which compiles what it needs.
+        Every row must be padding. Each size runs once before its capture, which compiles what it needs: in halves, as a
+        forward pass for each end would only take the host's time.
         """
         for size in sorted(buckets if buckets is not None else self.buckets, reverse=True):
-            for part in PARTS:
-                graph = capture(partial(self.forward, size, part), self._pool)
+            for half in HALVES:
+                self.forward(size, half)
+            torch.cuda.synchronize()
+            for part in CAPTURED:
+                graph = capture(partial(self.forward, size, part), self._pool, warm=True)
                 self._pool = self._pool or graph.pool()
                 self._graphs[size, part] = graph
 

@@ -23,24 +23,37 @@ from tritonllm.models.protocol import CausalLM
 
 
 class Part(Enum):
-    """What is captured as one graph: a whole step with one end, or a half of the step that applies controls."""
+    """A decode step as a whole, or a half of it: the forward pass, or one of its ends."""
 
     PLAIN = "plain"
     FILTERED = "filtered"
     FORWARD = "forward"
     """Up to the last hidden states, which stay."""
-    CHOICE = "choice"
+    PLAIN_END = "plain end"
+    FILTERED_END = "filtered end"
+    CONTROLLED_END = "controlled end"
     """From these to tokens, with everything that rows say about single tokens."""
 
 
-PARTS = (Part.FORWARD, Part.CHOICE, Part.FILTERED, Part.PLAIN)
-"""In the order in which they are captured: the second half needs what the first leaves."""
+CAPTURED = (Part.FORWARD, Part.CONTROLLED_END, Part.FILTERED, Part.PLAIN)
+"""The parts that steps run, in the order in which they are captured: an end needs what the forward pass leaves."""
+
+HALVES = (Part.FORWARD, Part.CONTROLLED_END, Part.FILTERED_END, Part.PLAIN_END)
+"""Parts that launch every kernel of those, with a single forward pass: what a start runs before it captures."""
+
+_ENDS = {
+    Part.PLAIN: Choice.PLAIN,
+    Part.PLAIN_END: Choice.PLAIN,
+    Part.FILTERED: Choice.FILTERED,
+    Part.FILTERED_END: Choice.FILTERED,
+    Part.CONTROLLED_END: Choice.CONTROLLED,
+}
 
 
 def parts_of(choice: Choice) -> tuple[Part, ...]:
     """The parts of a step whose tokens are chosen like that, in order."""
     if choice.end is Choice.CONTROLLED:
-        return Part.FORWARD, Part.CHOICE
+        return Part.FORWARD, Part.CONTROLLED_END
     return (Part.PLAIN if choice is Choice.PLAIN else Part.FILTERED,)
 
 
@@ -58,7 +71,7 @@ class DeviceSteps:
         vocab_size: of the model.
 
     Attributes:
-        hidden: `[max_num_rows, hidden_size]`, what FORWARD leaves for CHOICE; None before the first.
+        hidden: `[max_num_rows, hidden_size]`, what FORWARD leaves for an end; None before the first.
     """
 
     def __init__(
@@ -87,7 +100,7 @@ class DeviceSteps:
         """A part of one decode step of the first rows, which touches static buffers alone; a graph captures this."""
         rows = self._rows[:num_rows]
         input_ids, positions, slots, context_lens = load_rows(self._rows, num_rows, *self._sizes)
-        if part is Part.CHOICE:
+        if part in (Part.PLAIN_END, Part.FILTERED_END, Part.CONTROLLED_END):
             assert self.hidden is not None
             hidden = self.hidden[:num_rows]
         else:
@@ -99,9 +112,8 @@ class DeviceSteps:
                 self.hidden = hidden.new_zeros(len(self._rows), hidden.shape[1])
             self.hidden[:num_rows].copy_(hidden)
             return
-        end = {Part.PLAIN: Choice.PLAIN, Part.FILTERED: Choice.FILTERED, Part.CHOICE: Choice.CONTROLLED}[part]
         controls = self._controls.first(num_rows)
-        tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, end, controls, 0)
+        tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, _ENDS[part], controls, 0)
         advance_rows(self._rows, tokens, self._sampled[:num_rows])
 
     def prefill(self, inputs: StepInputs) -> None:

@@ -13,7 +13,7 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.device_steps import PARTS, DeviceSteps, Part
+from tritonllm.engine.device_steps import HALVES, DeviceSteps, Part
 from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs, prefill_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.logprobs import StepLogprobs
@@ -149,7 +149,7 @@ class ModelRunner:
 
     def _decode_every_size(self) -> None:
         for size in self.graphs.buckets:
-            for part in PARTS:
+            for part in HALVES:
                 self._steps.decode(size, part)
 
     def warmup_model(self) -> int:
@@ -228,7 +228,7 @@ class ModelRunner:
             raise EngineError("choose() was called without a step that waits for masks; call launch(plan) first")
         if masks:
             self.controls.write_masks(masks, self._copies)
-        self.graphs.run_part(plan.num_decode_rows, Part.CHOICE)
+        self.graphs.run_part(plan.num_decode_rows, Part.CONTROLLED_END)
         if not self.rank:
             self.results.send(plan)
 
