@@ -24,6 +24,7 @@ _KEYS = (
     "load_format",
     "max_num_sequences",
     "max_num_batched_tokens",
+    "max_prefill_tokens_beside_decode",
     "max_model_length",
     "block_size",
     "max_cached_blocks",

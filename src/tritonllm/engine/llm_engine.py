@@ -100,6 +100,7 @@ class LLMEngine:
             self.config.block_size,
             resolved.config.eos_token_ids,
             self.config.max_model_length,
+            self.config.max_prefill_tokens_beside_decode,
         )
         self._loop = StepLoop(self.scheduler, self.runner)
         self._num_requests = 0
