@@ -172,8 +172,8 @@ MUTANTS = (
     Mutant(
         "decoding does not count against the budget",
         _SCHEDULER,
-        "self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)",
-        "self._schedule_prefill(self.max_num_batched_tokens, stalled)",
+        "prefill_budget(self.max_num_batched_tokens, len(decoding)",
+        "prefill_budget(self.max_num_batched_tokens + len(decoding), len(decoding)",
     ),
     Mutant(
         "prompts go before decoding",

@@ -6,6 +6,7 @@ Every line here runs for every token. Think twice before adding one.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.inputs import SamplingRows, StepInputs, chunk_inputs, decode_inputs, prefill_inputs
+from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs, prefill_inputs, row_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.logprobs import StepLogprobs
+from tritonllm.engine.mixed_steps import MixedSteps
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
@@ -29,11 +31,10 @@ from tritonllm.engine.upload import to_device
 from tritonllm.engine.warm_up import warm_up_prefills
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
-from tritonllm.kernels.decode_rows import HEADER, advance_rows, load_rows
+from tritonllm.kernels.decode_rows import HEADER
 from tritonllm.kernels.launch import compiling_ahead
 from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
 from tritonllm.kernels.prefill_tiling import PrefillTiling
-from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.tensor_parallel import TPGroup
 
 
@@ -90,6 +91,7 @@ class ModelRunner:
 
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
+        self.vocab_size = model.vocab_size
         num_heads, self.num_kv_heads = model.num_heads // tp.size, tp.split_kv_heads(model.num_kv_heads)[1]
         sizes = num_heads, model.head_dim, self.dtype, self.block_size, self.device
         self.tiling = PrefillTiling.choose(*sizes, hopper=model.has_plain_attention)
@@ -99,7 +101,8 @@ class ModelRunner:
         self.rows = torch.zeros(self.max_num_rows, width, dtype=torch.int32, device=self.device)
         self.results = StepResults(self.max_num_rows, model.vocab_size, self.device)
         self.sampled = self.results.tokens
-        self._choose = TokenChoice(self.model, self.results)
+        self._choose = TokenChoice(self.model, self.results, model.vocab_size)
+        self.mixed_steps = MixedSteps(self.model)
         self.controls = ControlState.allocate(self.max_num_rows, model.vocab_size, self.device)
         heads = num_heads, self.num_kv_heads, model.head_dim
         self.workspace = DecodeWorkspace.allocate(self.max_num_rows, *heads, self.device)
@@ -137,8 +140,8 @@ class ModelRunner:
 
     def _compile_ahead(self) -> None:
         """Compile side by side what the rest of the start would compile one by one."""
-        vocab_size = self.resolved.config.vocab_size
-        longest_first(load_rows(self.rows, self.max_num_rows, self.block_size, vocab_size)[3])  # looked up by, so made
+        rows = row_inputs(self.rows, self.max_num_rows, self.block_size, self.vocab_size, self.workspace)
+        longest_first(rows[2].context_lens)  # looked up by, so made
         with compiling_ahead():
             self._decode_every_size()
             self._prefill_every_kernel()
@@ -151,8 +154,8 @@ class ModelRunner:
     def warmup_model(self) -> int:
         """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
 
-        `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing. Before it
-        run prompts of one token, as many at once as make every difference to a kernel.
+        `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing; before it
+        run small ones, which make every difference to a kernel.
         """
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -161,10 +164,11 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def _prefill_every_kernel(self) -> None:
-        for chunks, tile_rows in warm_up_prefills(self.config, self.tiling, self.num_kv_heads, self.workspace.num_sms):
-            inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
+        known = self.tiling, self.num_kv_heads, self.workspace.num_sms, self.mixed_steps.possible
+        for chunks, tile_rows, num_rows in warm_up_prefills(self.config, *known):
+            inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device, num_rows)
             inputs.attn.slot_mapping.fill_(-1)
-            self._prefill(inputs)
+            self._decode_and_prefill(num_rows, Choice.PLAIN, inputs) if num_rows else self._prefill(inputs)
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""
@@ -184,8 +188,8 @@ class ModelRunner:
         """What runs prompt chunks: short ones padded to a few sizes that can be captured, or each as it is."""
         layouts = []
         if padded:
-            budget = self.config.max_num_batched_tokens
-            layouts = prefill_layouts(budget, self.max_num_rows, self.rows.shape[1] - HEADER, self.tiling.portable_rows)
+            limits = self.config.max_num_batched_tokens, self.max_num_rows, self.rows.shape[1] - HEADER
+            layouts = prefill_layouts(*limits, self.tiling.portable_rows)
         return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
@@ -195,14 +199,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        """Queue a step of this rank: changed rows, then the decode rows, then the prompt chunks."""
+        """Queue a step of this rank: changed rows, then the decode rows and the prompt chunks, together or in turn."""
         if plan.zero_blocks:
             self.pool.zero(to_device(plan.zero_blocks, self.device).long())
         apply_row_changes(plan, self.rows, self.sampled, self.controls)
-        if plan.num_decode_rows:
-            self.graphs.run(plan.num_decode_rows, plan.choice)
-        if plan.chunks:
-            self.prefill_graphs.run(plan.chunks)
+        num_rows, chunks = plan.num_decode_rows, plan.chunks
+        if self.mixed_steps.share_pass(plan, self.prefill_graphs):
+            inputs = chunk_inputs(chunks, self.block_size, self.tiling, self.device, num_rows)
+            self._decode_and_prefill(num_rows, plan.choice.end, inputs)
+        else:
+            if num_rows:
+                self.graphs.run(num_rows, plan.choice)
+            if chunks:
+                self.prefill_graphs.run(chunks)
         if not self.rank:  # every rank chose the same tokens; rank 0 reads them
             self.results.send(plan)
 
@@ -221,31 +230,24 @@ class ModelRunner:
 
     def _decode(self, num_rows: int, end: Choice) -> None:
         """One decode step of the first rows, from last tokens to next tokens; this is what a graph captures."""
-        rows = self.rows[:num_rows]
-        input_ids, positions, slots, context_lens = load_rows(
-            self.rows, num_rows, self.block_size, self.resolved.config.vocab_size
-        )
-        order = longest_first(context_lens) if num_rows > FEW_ROWS else None
-        attn = DecodeMetadata(slots, rows[:, HEADER:], context_lens, self.workspace, order)
+        input_ids, positions, attn = row_inputs(self.rows, num_rows, self.block_size, self.vocab_size, self.workspace)
+        if num_rows > FEW_ROWS:
+            attn = replace(attn, order=longest_first(attn.context_lens))
         hidden = self.model(input_ids, positions, self.pool.layers, attn)
-        tokens = self._choose(hidden, SamplingRows.of(rows), context_lens, end, self.controls.first(num_rows), 0)
-        advance_rows(self.rows, tokens, self.sampled[:num_rows])
+        self._choose.of_rows(hidden, self.rows, attn.context_lens, end, self.controls)
 
     def _prefill(self, inputs: StepInputs) -> None:
         """Run prompt chunks and sample for those that end a prompt."""
         attn = inputs.attn_of_last(self.workspace)
         hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
-        if inputs.followed:
-            self._choose.report_prompts(hidden, inputs.followed)
-        if inputs.sampling is None:
-            return
-        # A model may have returned those rows alone. If all tokens are wanted they are the same, as they come in order.
-        if len(hidden) != len(inputs.last_tokens):
-            hidden = hidden.index_select(0, inputs.last_tokens)
-        state = inputs.control_state(self.resolved.config.vocab_size)
-        first = self.max_num_rows
-        tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.choice.end, state, first)
-        self.sampled[first : first + len(tokens)].copy_(tokens)
+        self._choose.of_chunks(hidden, inputs)
+
+    def _decode_and_prefill(self, num_rows: int, end: Choice, inputs: StepInputs) -> None:
+        """Both in one forward pass, for the first rows as they are, without padding; the inputs have room for them."""
+        attn = inputs.beside_rows(*row_inputs(self.rows, num_rows, self.block_size, self.vocab_size, self.workspace))
+        hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
+        self._choose.of_rows(hidden[:num_rows], self.rows, attn.decode.context_lens, end, self.controls)
+        self._choose.of_chunks(hidden, inputs, num_rows)
 
     # ---- for callers with a scheduler of their own ----
 
