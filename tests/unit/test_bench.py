@@ -276,7 +276,7 @@ class TestStartup:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("command", ["throughput", "latency", "ttft", "startup"])
+    @pytest.mark.parametrize("command", ["throughput", "latency", "ttft", "streaming", "startup"])
     def test_a_bad_name_is_one_line_and_code_1(self, run, command: str) -> None:
         assert run(command, "Qwen3-0.6") == (
             1,
