@@ -109,6 +109,11 @@ class TestLatency:
         assert told["batches"][0]["floor_ms"] < told["batches"][1]["floor_ms"]
         assert "host: schedule" in as_text(told)
 
+    def test_prompts_of_a_batch_do_not_wait_for_each_other(self, run, llama: str) -> None:
+        sizes = ("--prompt-tokens", "200", "--output-tokens", "4", "--batches", "3", "--runs", "1")
+        told = report(run("latency", llama, *CPU, *sizes, "--max-num-batched-tokens", "400", "--json"))
+        assert told["conditions"]["max_prefill_tokens_beside_decode"] == 400
+
     def test_the_profilers_events_become_kernels_and_busy_time(self, make_engine, monkeypatch) -> None:
         from torch.autograd import DeviceType
 
@@ -176,7 +181,18 @@ def test_two_ranks_share_the_floor(run, llama: str) -> None:
 
 
 class TestStreaming:
-    SIZES = ("--streams", "3", "--output-tokens", "24", "--prompt-tokens", "40", "--interval", "0.1", "--seconds", "0.3")
+    SIZES = (
+        "--streams",
+        "3",
+        "--output-tokens",
+        "24",
+        "--prompt-tokens",
+        "40",
+        "--interval",
+        "0.1",
+        "--seconds",
+        "0.3",
+    )
 
     def test_json(self, run, llama: str) -> None:
         told = report(run("streaming", llama, *CPU, *RATES, *self.SIZES, "--json"))

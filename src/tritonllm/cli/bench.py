@@ -137,6 +137,7 @@ def latency(
         all_reduce=all_reduce,
         max_num_sequences=max(sizes),
         max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_tokens_beside_decode=max_num_batched_tokens,  # the batch is to decode together, soon
         max_model_length=prompt_tokens + output_tokens,
     )
     from tritonllm.bench.latency import measure
@@ -211,6 +212,7 @@ def streaming(
     load_format: LoadFormat = "dummy",
     dtype: DType = "auto",
     device: Device = "auto",
+    world_size: WorldSize = 1,
     max_num_batched_tokens: Budget = _BUDGET,
     max_prefill_tokens_beside_decode: PromptTokensBeside = 512,
     block_size: BlockSize = 256,
@@ -229,6 +231,7 @@ def streaming(
         load_format,
         dtype=dtype,
         device=device,
+        world_size=world_size,
         block_size=block_size,
         enforce_eager=enforce_eager,
         max_num_sequences=streams + _PLACES_FOR_PROMPTS,
@@ -238,10 +241,8 @@ def streaming(
     )
     from tritonllm.bench.report import run
 
-    sizes = streams, output_tokens, prompt_tokens
-    report = run(
-        "streaming", model, config, memory_rate, matrix_rate, lambda it: measure(it, *sizes, interval, seconds)
-    )
+    sizes = streams, output_tokens, prompt_tokens, interval, seconds
+    report = run("streaming", model, config, memory_rate, matrix_rate, lambda it: measure(it, *sizes))
     _tell(report, as_json, output)
 
 
