@@ -121,13 +121,12 @@ def test_its_number_of_multiprocessors_decides_on_splits() -> None:
 
 def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     launches = start("sm_80")
+    beside_prompts = distinct_batches(24, SHAPE["num_kv_heads"], TARGETS["sm_80"].counts_as.num_sms)
     for kernel in ("_load_rows_kernel", "_advance_rows_kernel"):
         sizes = Counter(launch.args["num_rows"] for launch in of(launches, kernel))
-        sizes.subtract(
-            2 * distinct_batches(24, SHAPE["num_kv_heads"], TARGETS["sm_80"].counts_as.num_sms)
-        )  # mixed steps
+        sizes.subtract(2 * beside_prompts)
         assert +sizes == dict.fromkeys(bucket_sizes(24), 6)  # 2 pools x 3 ends
-    for kernel in ("_adjust_kernel", "_bias_kernel"):
+    for kernel in ("_adjust_kernel", "_list_kernel"):
         assert {launch.args["logits_ptr"].shape[0] for launch in of(launches, kernel)} >= {*bucket_sizes(24)}
     # Of rows of a decode step, of the prompts that end in a prefill, and of a prompt's own tokens.
     strides = {launch.args["wanted_stride"] for launch in of(launches, "_tile_kernel")}
