@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tritonllm.hookspecs import ModelSpec, hookimpl
     from tritonllm.registry import register
     from tritonllm.sampling_params import SamplingParams
+    from tritonllm.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOME = {
     "Scheduler": "tritonllm.engine.scheduler",
     "Sequence": "tritonllm.engine.sequence",
     "StreamOutput": "tritonllm.engine.outputs",
+    "StructuredOutputsParams": "tritonllm.structured_outputs",
     "hookimpl": "tritonllm.hookspecs",
     "register": "tritonllm.registry",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "Scheduler",
     "Sequence",
     "StreamOutput",
+    "StructuredOutputsParams",
     "__version__",
     "hookimpl",
     "register",

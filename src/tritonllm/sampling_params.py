@@ -11,6 +11,7 @@ from typing import Any
 
 from tritonllm.config.checks import Rule, check_fields, flag, integer, integers, number, texts, weights
 from tritonllm.errors import RequestError
+from tritonllm.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger("tritonllm")
 
@@ -66,6 +67,9 @@ _RULES: dict[str, Rule] = {
     "stop": texts(),
     "include_stop_str_in_output": flag(),
     "n": integer(1),
+    "structured_outputs": Rule(
+        "a StructuredOutputsParams", lambda value: isinstance(value, StructuredOutputsParams)
+    ).or_none(),
 }
 
 
@@ -113,6 +117,9 @@ class SamplingParams:
             token ids in any case.
         n: completions of each prompt, >= 1. They share the full blocks of the prompt and draw from noise of their own;
             the first is what n = 1 gives.
+        structured_outputs: the form that each completion must have. Where it is complete the text may end, and where
+            nothing can follow it does; `stop`, `stop_token_ids` and the limits of length end it anywhere. `min_tokens`
+            counts as long as the form lets the text go on. Neither `ignore_eos` nor `allowed_token_ids` goes with it.
     """
 
     temperature: float = 1.0
@@ -137,6 +144,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     n: int = 1
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -151,6 +159,12 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; give at most as many."
+            )
+        if self.structured_outputs is not None and (self.ignore_eos or self.allowed_token_ids is not None):
+            name = "ignore_eos" if self.ignore_eos else "allowed_token_ids"
+            raise RequestError(
+                f"{name}={getattr(self, name)!r} does not go with structured_outputs, which decides what is allowed "
+                "and where the text ends; give one of the two."
             )
         if self.temperature < _SMALLEST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)

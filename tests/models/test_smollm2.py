@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tritonllm import LLMEngine, SamplingParams
+from tritonllm import LLMEngine, SamplingParams, StructuredOutputsParams
 from tritonllm.errors import CheckpointError
 from tritonllm.testing import assert_engine_matches
 from tritonllm.weights import open_checkpoint
@@ -80,6 +82,64 @@ def test_the_template_s_text_and_its_ids_are_the_same_prompt(engine: LLMEngine, 
     result = engine.generate(text, GREEDY)
     assert result["token_ids"] == answer["token_ids"]
     assert result["usage"][0]["prompt_tokens"] == answer["usage"][0]["prompt_tokens"]
+
+
+COMPACT = {"whitespace_flexible": False}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "capital": {"type": "boolean"}},
+    "required": ["city", "capital"],
+    "additionalProperties": False,
+    "x-guidance": COMPACT,
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"},
+        "age": {"type": "integer", "minimum": 18, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "x-guidance": COMPACT,
+}
+COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 3}
+COLOURS["x-guidance"] = COMPACT
+
+
+def test_it_answers_in_json_of_three_schemas_in_one_batch(engine: LLMEngine) -> None:
+    """Also with a request that has no grammar, whose answer is as ever."""
+    questions = ["Describe Paris as JSON.", "Describe a person as JSON.", "Name three colours as a JSON list."]
+    prompts = [engine.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
+        for schema in (CITY, PERSON, COLOURS)
+    ]
+    result = engine.generate([*prompts, engine.apply_chat_template(QUESTION)], [*params, GREEDY])
+    assert result["finish_reason"] == ["stop"] * 4
+    city, person, colours = (json.loads(text) for text in result["text"][:3])
+    assert {name: type(value) for name, value in city.items()} == {"city": str, "capital": bool}
+    assert len(city["city"]) <= 12
+    assert {name: type(value) for name, value in person.items()} == {"name": str, "age": int}
+    assert 18 <= person["age"] <= 99
+    assert person["name"][0].isupper()
+    assert {*colours} <= {"red", "green", "blue"}
+    assert 2 <= len(colours) <= 3
+    assert result["text"][3] == "The capital of France is Paris."
+
+
+@pytest.mark.parametrize(
+    ("question", "form", "expected"),
+    [
+        ("Is Paris the capital of France?", {"choice": ["yes", "no"]}, "yes"),
+        ("In which year did a man first walk on the moon?", {"regex": "[0-9]{4}"}, "1969"),
+        ("Write 2 plus 3 as a formula.", {"grammar": 'start: num "+" num\nnum: /[0-9]{1,2}/'}, r"\d{1,2}\+\d{1,2}"),
+    ],
+)
+def test_it_answers_in_other_forms(engine: LLMEngine, question: str, form: dict, expected: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(**form))
+    result = engine.chat([{"role": "user", "content": question}], params)
+    assert re.fullmatch(expected, result["text"][0])
+    assert result["finish_reason"] == ["stop"]
 
 
 def assert_matches(engine: LLMEngine, twin: Any) -> None:

@@ -7,6 +7,7 @@ from mutant import Mutant
 STOP = ("tests/unit/test_stop_strings.py",)
 TEXT = ("tests/unit/test_detokenizer.py",)
 SAMPLES = ("tests/unit/test_samples.py",)
+FORMS = ("tests/unit/test_structured_outputs.py",)
 COROUTINES = ("tests/unit/test_async_engine.py",)
 BAD_WORDS = ("tests/unit/test_bad_words.py",)
 CONTROLS = ("tests/unit/test_controls.py",)
@@ -16,6 +17,7 @@ _TEXT = "tritonllm.engine.detokenizer"
 _COMPLETION = "tritonllm.engine.completion"
 _SCHEDULER = "tritonllm.engine.scheduler"
 _THREAD = "tritonllm.engine.engine_thread"
+_GRAMMARS = "tritonllm.engine.grammars"
 _MAILBOX = "tritonllm.engine.mailbox"
 
 GENERATION_MUTANTS = (
@@ -101,8 +103,8 @@ GENERATION_MUTANTS = (
     Mutant(
         "later samples may say bad words",
         "tritonllm.engine.samples",
-        "block_size=block_size, bad_words=bad_words) for",
-        "block_size=block_size) for",
+        "bad_words=bad_words, matcher",
+        "bad_words=bad_words if own_params is params else (), matcher",
         BAD_WORDS,
     ),
     Mutant(
@@ -122,4 +124,51 @@ GENERATION_MUTANTS = (
         COROUTINES,
     ),
     Mutant("a failure reaches those who run alone", _THREAD, "*self._backlog, *self._arrived]", "]", COROUTINES),
+    Mutant("samples share where their grammar stands", _GRAMMARS, "start.deep_copy()", "start", FORMS),
+    Mutant("a mask has ids that the model lacks", _GRAMMARS, " & self._vocabulary", "", FORMS),
+    Mutant("the end is allowed before min_tokens", _GRAMMARS, "allowed & ~self._ends", "allowed", FORMS),
+    Mutant("min_tokens leaves nothing allowed", _GRAMMARS, "longer if longer.any() else allowed", "longer", FORMS),
+    Mutant("a grammar's error is not looked for", _GRAMMARS, "return self._error()", "return None", FORMS),
+    Mutant(
+        "a prompt's first token has no mask",
+        "tritonllm.engine.inputs",
+        "chunk.recent, chunk.mask)",
+        "chunk.recent)",
+        FORMS,
+    ),
+    Mutant(
+        "masks are computed before the last token is read",
+        "tritonllm.engine.in_flight",
+        "for seq in self.with_grammar:",
+        "for seq in ():",
+        FORMS,
+    ),
+    Mutant(
+        "a steady batch does not wait for masks",
+        "tritonllm.engine.steady_batch",
+        "waits_for_masks=bool(self.in_flight.with_grammar)",
+        "waits_for_masks=False",
+        FORMS,
+    ),
+    Mutant(
+        "masks reach the rows in another order",
+        "tritonllm.engine.control_state",
+        "[*words, np.array(rows",
+        "[*words[::-1], np.array(rows",
+        FORMS,
+    ),
+    Mutant(
+        "the other ranks choose without masks",
+        "tritonllm.engine.step_loop",
+        'self.runner.call("choose", self',
+        'self.runner.ranks and self.runner.ranks.publish("choose", ([],)), self.runner.choose(self',
+        FORMS,
+    ),
+    Mutant(
+        "a grammar that cannot go on goes on",
+        _SCHEDULER,
+        'self._finish(seq, "error", error)\n        return',
+        "pass\n        return",
+        FORMS,
+    ),
 )

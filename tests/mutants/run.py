@@ -43,7 +43,7 @@ def killer(
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env["TRITONLLM_MUTANT"] = mutant.name if mutant is not None else ""
     env["TRITON_INTERPRET"] = str(int(interpreted))
-    run = [sys.executable, "-m", "pytest", "-x", "-q", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests]
+    run = [sys.executable, "-m", "pytest", "-x", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests]
     try:
         done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         "a steady batch forgets how its tokens are chosen",
         _STEADY,
-        "new_blocks=new_blocks, choice=plan.choice)",
-        "new_blocks=new_blocks)",
+        "replace(plan, new_blocks=new_blocks)",
+        "replace(plan, new_blocks=new_blocks, choice=Choice.PLAIN)",
         CONTROLS,
     ),
     Mutant("a steady batch writes behind its last block", _STEADY, "_block_size + 1)", "_block_size + 2)"),
@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "prompts that end in a mixed step take the tokens of decode rows",
-        "tritonllm.engine.token_choice",
+        "tritonllm.engine.device_steps",
         "hidden[num_rows:] if alone",
         "hidden[: len(inputs.last_tokens)] if alone",
         MIXED,

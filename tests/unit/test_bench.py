@@ -91,6 +91,7 @@ class TestThroughput:
 
 class TestLatency:
     SIZES = ("--prompt-tokens", "8", "--output-tokens", "16", "--runs", "3")
+    REGEX = ("--regex", "[a-z ]*", "--load-format", "auto")
 
     def test_json_with_a_profile(self, run, llama: str) -> None:
         told = report(run("latency", llama, *CPU, *RATES, *self.SIZES, "--batches", "1,3", "--profile", "--json"))
@@ -113,6 +114,15 @@ class TestLatency:
         sizes = ("--prompt-tokens", "200", "--output-tokens", "4", "--batches", "3", "--runs", "1")
         told = report(run("latency", llama, *CPU, *sizes, "--max-num-batched-tokens", "400", "--json"))
         assert told["conditions"]["max_prefill_tokens_beside_decode"] == 400
+
+    def test_outputs_that_follow_a_regular_expression(self, run, llama: str) -> None:
+        pytest.importorskip("llguidance")
+        told = report(run("latency", llama, *CPU, *self.SIZES, "--batches", "2", "--json", *self.REGEX))
+        assert told["regex"] == "[a-z ]*"
+        assert told["batches"][0]["ms_per_token"] > 0
+        for tokenizer, why in ((), "needs a tokenizer"), (("--tokenizer", llama), "regex='(x' cannot be followed"):
+            code, _, err = run("latency", llama, *CPU, *self.SIZES, "--batches", "2", "--regex", "(x", *tokenizer)
+            assert (code, why in " ".join(err.split())) == (1, True)
 
     def test_the_profilers_events_become_kernels_and_busy_time(self, make_engine, monkeypatch) -> None:
         from torch.autograd import DeviceType
@@ -311,6 +321,7 @@ class TestRefusals:
             (["latency", "--batches", "0"], "is no list of numbers"),
             (["latency", "--output-tokens", "1"], "--output-tokens"),
             (["latency", "--output-tokens", "4", "--profile"], "at least 8 --output-tokens, not 4."),
+            (["latency", "--regex", "a*", "--profile"], "--profile takes steps apart in a way that those of --regex"),
             (["latency", "--plot", "x.jpeg"], "--plot x.jpeg must end in one of .png, .svg, .pdf."),
             (["latency", "--plot", "/no/folder/x.png"], "--plot /no/folder/x.png: there is no folder /no/folder."),
             (["ttft", "--lengths", "-1"], "--lengths '-1' is no list of numbers"),

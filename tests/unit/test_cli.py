@@ -24,11 +24,12 @@ import pytest
 
 import tritonllm
 from tritonllm.cli import main
-from tritonllm.cli.sampling_options import _OPTIONS, MAX_TOKENS
+from tritonllm.cli.sampling_options import _FORMS, _OPTIONS, MAX_TOKENS
 from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.outputs import StreamOutput
 from tritonllm.errors import CheckpointError, RequestError, UnknownModelError
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.structured_outputs import StructuredOutputsParams
 
 SOURCE = Path(tritonllm.__file__).parents[1]
 CONTEXT = 40
@@ -222,8 +223,30 @@ class TestGenerate:
         assert [made.params for made in engine.made] == [[expected], [expected]]
 
     def test_every_field_has_an_option(self) -> None:
-        fields = SamplingParams.__dataclass_fields__.keys() - {"max_model_length"}
-        assert _OPTIONS.keys() - {"no_max_tokens"} == fields
+        fields = SamplingParams.__dataclass_fields__.keys() - {"max_model_length", "structured_outputs"}
+        assert _OPTIONS.keys() - {"no_max_tokens", *_FORMS} == fields
+        forms = [name.removesuffix("_schema") for name in _FORMS]
+        assert forms == [*StructuredOutputsParams.__dataclass_fields__]
+
+    @pytest.mark.parametrize("form", ["json", "grammar", "regex", "choice"])
+    def test_forms_of_answers(self, run, engine, tmp_path: Path, form: str) -> None:
+        text = {"json": '{"type": "integer"}', "grammar": 'start: "a"', "regex": "[0-9]+", "choice": "yes"}[form]
+        file = tmp_path / "form"
+        file.write_text(text)
+        flag = {"json": "--json-schema"}.get(form, f"--{form}")
+        assert run("generate", "m", "hello", flag, str(file) if form in ("json", "grammar") else text)[0] == 0
+        (params,) = engine.made[0].params
+        assert params.structured_outputs == StructuredOutputsParams(**{form: text})
+
+    def test_forms_that_are_wrong(self, run, engine, tmp_path: Path) -> None:
+        for args, why in (
+            (("--regex", "a", "--choice", "b"), "with regex and choice: give exactly one"),
+            (("--json-schema", str(tmp_path / "none")), "is not readable"),
+            (("--regex", "a", "--ignore-eos"), "does not go with structured_outputs"),
+        ):
+            code, _, err = run("generate", "m", "hello", *args)
+            assert (code, why in " ".join(err.replace("│", " ").split())) == (2, True), err
+        assert not engine.made
 
     def test_several_answers_are_printed_once_all_are_there(self, run, engine) -> None:
         code, out, err = run("generate", "m", "hello", "--samples", "3", "--stats")

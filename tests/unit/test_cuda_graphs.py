@@ -9,7 +9,8 @@ import torch
 
 from tritonllm import SamplingParams
 from tritonllm.engine.cuda_graphs import DecodeGraphs, bucket_sizes
-from tritonllm.engine.sequence import ENDS, Choice
+from tritonllm.engine.device_steps import PARTS, Part
+from tritonllm.engine.sequence import Choice
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER
 
 PROMPTS = [[2, 3, 4], [9] * 20, [7], [11, 12], [13] * 40, [14], [15] * 17, [16] * 16]
@@ -24,8 +25,8 @@ CONTROLS = [
 class GraphDouble:
     """Stands for a captured graph: a replay runs the step again, with sizes and tensors as they were at capture."""
 
-    def __init__(self, runner, size: int, end: Choice) -> None:
-        self.runner, self.size, self.end = runner, size, end
+    def __init__(self, runner, size: int, part: Part) -> None:
+        self.runner, self.size, self.part = runner, size, part
         self.addresses = self.static_addresses()
         self.replays = 0
 
@@ -33,18 +34,20 @@ class GraphDouble:
         runner = self.runner
         tensors = [runner.rows, runner.sampled, runner.results.reports, runner.pool.data]
         tensors += [*vars(runner.workspace).values(), *vars(runner.controls).values()]
-        tensors += list(runner.model.parameters())
+        tensors += [*runner.model.parameters(), runner._steps.hidden]
         return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
     def replay(self) -> None:
         assert self.static_addresses() == self.addresses, "a replay would read memory that is no longer in use"
         self.replays += 1
-        self.runner._decode(self.size, self.end)
+        self.runner._steps.decode(self.size, self.part)
 
 
-def with_doubles(engine) -> dict[tuple[int, Choice], GraphDouble]:
+def with_doubles(engine) -> dict[tuple[int, Part], GraphDouble]:
     graphs = engine.runner.graphs
-    doubles = {(size, end): GraphDouble(engine.runner, size, end) for size in graphs.buckets for end in ENDS}
+    with torch.inference_mode():
+        engine.runner._decode_every_size()  # as before a capture
+    doubles = {(size, part): GraphDouble(engine.runner, size, part) for size in graphs.buckets for part in PARTS}
     graphs._graphs.update(doubles)
     graphs.forward = None  # every step must find a graph
     return doubles
@@ -52,7 +55,7 @@ def with_doubles(engine) -> dict[tuple[int, Choice], GraphDouble]:
 
 @pytest.mark.parametrize("limit", [*range(1, 70), 96, 97, 100, 255, 256, 257, 520])
 def test_every_batch_has_a_bucket_and_the_limit_is_one(limit: int) -> None:
-    graphs = DecodeGraphs(lambda rows, end: None, limit)
+    graphs = DecodeGraphs(lambda rows, part: None, limit)
     assert graphs.buckets[-1] == limit
     assert graphs.buckets == sorted(set(graphs.buckets))
     for rows in range(1, limit + 1):
@@ -70,11 +73,13 @@ def test_buckets_are_the_documented_ones() -> None:
 
 def test_without_a_graph_the_step_is_called_at_its_padded_size() -> None:
     calls = []
-    graphs = DecodeGraphs(lambda rows, end: calls.append((rows, end)), 12)
+    graphs = DecodeGraphs(lambda rows, part: calls.append((rows, part)), 12)
     for rows in (1, 3, 8, 9, 12):
         graphs.run(rows, Choice.PLAIN)
     graphs.run(2, Choice.REPORTED)
-    assert calls == [*((size, Choice.PLAIN) for size in (1, 4, 8, 12, 12)), (2, Choice.CONTROLLED)]
+    graphs.run(2, Choice.FILTERED)
+    plain = [(size, Part.PLAIN) for size in (1, 4, 8, 12, 12)]
+    assert calls == [*plain, (2, Part.FORWARD), (2, Part.CHOICE), (2, Part.FILTERED)]
 
 
 @pytest.mark.parametrize("controlled", [False, True])
@@ -96,7 +101,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(make_engine, limit: int, c
     assert engine.generate(PROMPTS, params) == eager
     used = {key for key, double in doubles.items() if double.replays}
     assert {size for size, _ in used} == set(engine.runner.graphs.buckets)
-    assert {end for _, end in used} == ({*ENDS} if controlled else {Choice.FILTERED, Choice.PLAIN})
+    assert {part for _, part in used} == ({*PARTS} if controlled else {Part.FILTERED, Part.PLAIN})
 
 
 def test_padding_writes_no_block_and_its_state_stays_empty(make_engine) -> None:
@@ -105,10 +110,10 @@ def test_padding_writes_no_block_and_its_state_stays_empty(make_engine) -> None:
     forward = runner.graphs.forward
     sizes = []
 
-    def checked(size: int, end: Choice) -> None:
+    def checked(size: int, part: Part) -> None:
         rows = runner.rows[:size].clone()
         before = runner.pool.data.clone()
-        forward(size, end)
+        forward(size, part)
         live = rows[:, CONTEXT_LEN] > 0
         sizes.append((int(live.sum()), size))
         assert not runner.rows[:size][~live, CONTEXT_LEN].any()

@@ -31,7 +31,7 @@ FORMS = ["one pass", "two passes", "two padded passes"]
 def choose_form(engine: LLMEngine, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = engine.runner
     if form == "two passes":
-        monkeypatch.setattr(runner.mixed_steps, "possible", False)
+        monkeypatch.setattr(runner._steps.mixed, "possible", False)
     if form == "two padded passes":  # as on a GPU, where these sizes are captured
         runner.prefill_graphs = runner.make_prefill_graphs(True)
 
@@ -225,8 +225,8 @@ def test_a_class_of_one_s_own_never_sees_a_mixed_step(make_engine, monkeypatch, 
     runner = engine.runner
     model = model_class(runner.resolved.config, TPGroup())
     model.load_state_dict(runner.model.state_dict())
-    monkeypatch.setattr(runner, "model", model)
-    monkeypatch.setattr(runner, "mixed_steps", MixedSteps(model))
+    monkeypatch.setattr(runner._steps, "_model", model)
+    monkeypatch.setattr(runner._steps, "mixed", MixedSteps(model))
     assert arriving(engine, params) == expected
 
 

@@ -49,11 +49,12 @@ def test_a_step_that_changes_nothing_is_a_record_of_fixed_size(monkeypatch: pyte
     sizes = set()
     for num_rows in (1, 64, 2**31 - 1):
         for choice in Choice:
-            plan = StepPlan(num_decode_rows=num_rows, choice=choice)
-            data = encode_call("launch", (plan,))
-            assert decode_call(data) == ("launch", (plan,))
-            sizes.add(len(data))
-    assert sizes == {6}
+            for waits in (False, True):
+                plan = StepPlan(num_decode_rows=num_rows, choice=choice, waits_for_masks=waits)
+                data = encode_call("launch", (plan,))
+                assert decode_call(data) == ("launch", (plan,))
+                sizes.add(len(data))
+    assert sizes == {7}
     for change in CHANGES:
         with pytest.raises(AssertionError, match="pickled"):
             encode_call("launch", (replace(STEP, **change),))

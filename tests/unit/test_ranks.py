@@ -117,8 +117,8 @@ def test_most_steps_are_sent_as_a_record_of_fixed_size(monkeypatch: pytest.Monke
     with LLMEngine(CONFIG) as engine:
         engine.generate([[3, 4, 5]], GREEDY)
     # A prompt, a row that is new, three blocks of eight tokens, the end; the other steps change nothing.
-    assert sizes.count(6) >= 15
-    assert sum(size > 6 for size in sizes) <= 6
+    assert sizes.count(7) >= 15
+    assert sum(size > 7 for size in sizes) <= 6
 
 
 @pytest.mark.parametrize("stuck", [False, True])

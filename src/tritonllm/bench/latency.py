@@ -10,20 +10,30 @@ from tritonllm.bench.limits import fraction
 from tritonllm.bench.step_profile import profile_steps
 from tritonllm.bench.timing import Bench, rounded
 from tritonllm.errors import EngineError
+from tritonllm.structured_outputs import StructuredOutputsParams
 
 
 def measure(
-    bench: Bench, batches: Sequence[int], prompt_tokens: int, output_tokens: int, runs: int, profile: bool
+    bench: Bench,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    output_tokens: int,
+    runs: int,
+    profile: bool,
+    regex: str | None = None,
 ) -> dict[str, Any]:
     """Time batches of random prompts, greedy and with the end of text ignored.
 
     A step's time is that of `output_tokens` tokens less that of one token, over the steps between: the prompts and what
-    a call costs cancel out. The median of the runs is reported; `output_tokens_per_second` includes the prompts.
+    a call costs cancel out. The median of the runs is reported; `output_tokens_per_second` includes the prompts. With a
+    `regex` every output follows it.
     """
+    bench.structured = None if regex is None else StructuredOutputsParams(regex=regex)
     return {
         "start_seconds": round(bench.start_seconds, 2),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
+        "regex": regex,
         "batches": [_batch(bench, batch, prompt_tokens, output_tokens, runs, profile) for batch in batches],
     }
 

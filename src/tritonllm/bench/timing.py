@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tritonllm.bench.limits import Limits, find_rates
 from tritonllm.config import EngineConfig
 from tritonllm.errors import EngineError
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tritonllm.engine.llm_engine import LLMEngine
@@ -30,9 +32,11 @@ class Bench:
         llm: the engine, which has answered one request already.
         start_seconds: how long making it took, imports of torch included if this was the first use.
         limits: its floors.
+        structured: the form that outputs must have, which is to let them go on for ever; None for none.
     """
 
     def __init__(self, config: EngineConfig, memory_rate: float | None, matrix_rate: float | None) -> None:
+        self.structured: StructuredOutputsParams | None = None
         start = time.perf_counter()
         from tritonllm import LLMEngine
 
@@ -63,6 +67,8 @@ class Bench:
     def timed(self, prompts: list[list[int]], max_tokens: int) -> float:
         """Seconds of one greedy `generate` that ignores the end of text."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        if self.structured is not None:
+            params = replace(params, ignore_eos=False, min_tokens=max_tokens, structured_outputs=self.structured)
         return timed_generate(self.llm, prompts, [params] * len(prompts))
 
 

@@ -100,6 +100,12 @@ def latency(
     plot: Annotated[
         Path | None, typer.Option("--plot", dir_okay=False, help="Draw latency over batch: a .png, .svg or .pdf file.")
     ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="Outputs follow it, such as '[a-z ]*': what structured output costs.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="For --regex with random weights: a folder or hub id.")
+    ] = None,
     load_format: LoadFormat = "dummy",
     dtype: DType = "auto",
     device: Device = "auto",
@@ -120,6 +126,8 @@ def latency(
     sizes = numbers("--batches", batches)
     if profile and output_tokens < 8:
         raise typer.BadParameter(f"--profile looks at the middle of at least 8 --output-tokens, not {output_tokens}.")
+    if profile and regex is not None:
+        raise typer.BadParameter("--profile takes steps apart in a way that those of --regex do not allow.")
     check_output(output)
     if plot is not None:
         if plot.suffix.lower() not in SUFFIXES:
@@ -139,6 +147,7 @@ def latency(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_tokens_beside_decode=max_num_batched_tokens,  # the batch is to decode together, soon
         max_model_length=prompt_tokens + output_tokens,
+        tokenizer=tokenizer,
     )
     from tritonllm.bench.latency import measure
     from tritonllm.bench.report import run
@@ -149,7 +158,7 @@ def latency(
         config,
         memory_rate,
         matrix_rate,
-        lambda it: measure(it, sizes, prompt_tokens, output_tokens, runs, profile),
+        lambda it: measure(it, sizes, prompt_tokens, output_tokens, runs, profile, regex),
     )
     _tell(report, as_json, output)
     if plot is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from tritonllm.cli.model_options import from_options
 from tritonllm.cli.terminal import say
 from tritonllm.sampling_params import SamplingParams
+from tritonllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tritonllm.engine.llm_engine import LLMEngine
@@ -27,8 +29,8 @@ def _of_checkpoint(kind: Any, help_text: str, *flags: str) -> tuple[Any, Any]:
     return _option(kind | None, None, f"{help_text} The checkpoint's if left out.", *flags)
 
 
-# By field of SamplingParams; what an option has as None is not given. Two fields have no option of their own:
-# max_model_length is the engine's, and max_tokens=None is a flag.
+# By field of SamplingParams; what an option has as None is not given. Three fields have no option of their own:
+# max_model_length is the engine's, max_tokens=None is a flag, and structured_outputs has the four of _FORMS.
 _OPTIONS = {
     "max_tokens": _option(int, MAX_TOKENS, "Most tokens of an answer.", "--max-tokens", "-n"),
     "no_max_tokens": _option(bool, False, "Go on until the text ends or there is no room for more.", "--no-max-tokens"),
@@ -68,12 +70,20 @@ _OPTIONS = {
     "allowed_token_ids": _option(
         list[int] | None, None, "Forbid all tokens but those given in this way.", "--allowed-token-id"
     ),
+    "json_schema": _option(
+        str | None, None, "The answer is JSON of the schema in this file (takes the extra structured).", "--json-schema"
+    ),
+    "regex": _option(str | None, None, "The answer matches this regular expression.", "--regex"),
+    "choice": _option(list[str] | None, None, "The answer is this; given several times, one of them.", "--choice"),
+    "grammar": _option(str | None, None, "The answer follows the Lark grammar in this file.", "--grammar"),
     "n": _option(int, 1, "Answers to the prompt; several are printed when all are there.", "--samples"),
     "logprobs": _option(
         int | None, None, "Report the log probability of each token, and of so many likeliest ones.", "--logprobs"
     ),
     "prompt_logprobs": _option(int | None, None, "The same for the tokens of the prompt.", "--prompt-logprobs"),
 }
+
+_FORMS = ("json_schema", "regex", "choice", "grammar")
 
 
 def takes_sampling(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -115,8 +125,19 @@ def given_sampling(no_max_tokens: bool = False, **options: Any) -> dict[str, Any
         given["max_tokens"] = None
     if "logit_bias" in given:
         given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+    form = {name.removesuffix("_schema"): given.pop(name) for name in _FORMS if name in given}
+    form |= {name: _text_of(form[name]) for name in ("json", "grammar") if name in form}
+    if form:
+        given["structured_outputs"] = from_options(StructuredOutputsParams, **form)
     from_options(SamplingParams, **given)
     return given
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path} is not readable: {error}.") from error
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -25,12 +25,14 @@ class ControlledRow(NamedTuple):
         controls: what it says.
         seen: the tokens that its penalties have counted; None without penalties.
         recent: the newest of them that are of the output, as a ring; None without bad words.
+        mask: int32 words of the tokens that its grammar allows now; None without one, and where they come later.
     """
 
     row: int
     controls: RowControls
     seen: Seen | None
     recent: tuple[int, ...] | None = None
+    mask: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class ControlState:
         rings: list[int] = []
         masked = []
         vocab_size, width = self.counts.shape[1], self.masks.shape[1]
-        for row, controls, seen, recent in rows:
+        for row, controls, seen, recent, mask in rows:
             if seen is not None:
                 tokens, row_words = count_words(*seen)
                 counted.append(row)
@@ -92,6 +94,8 @@ class ControlState:
                 rings += recent
             if controls.allowed_token_ids is not None:
                 masked.append((row, mask_words(controls.allowed_token_ids, width)))
+            if mask is not None:
+                masked.append((row, np.frombuffer(bytearray(mask), dtype=np.int32)))
         device = self.counts.device
         where = np.concatenate(places[0::2]) if places else ()
         what = np.concatenate(places[1::2]) if places else ()
@@ -109,8 +113,26 @@ class ControlState:
                 0, word_places_.long(), bad_words_.view(-1, MAX_BAD_WORD_TOKENS)
             )
             self.recent.index_copy_(0, ringed_.long(), rings_.view(-1, MAX_BAD_WORD_TOKENS))
-        for row, mask in masked:
-            self.masks[row].copy_(on_host(mask, device), non_blocking=True)
+        for row, mask_ in masked:
+            self.masks[row].copy_(on_host(mask_, device), non_blocking=True)
+
+    def write_masks(self, masks: Iterable[tuple[int, bytes]], copies: torch.cuda.Stream | None) -> None:
+        """Write masks of rows in one upload beside the work of the current stream, which goes on behind it.
+
+        Args:
+            masks: rows, each with the words of its mask.
+            copies: the stream of the upload, None on a CPU.
+        """
+        rows, words = zip(*masks, strict=True)
+        device = self.masks.device
+        joined = bytearray().join([*words, np.array(rows, dtype=np.int32).tobytes()])  # one that torch may write to
+        packed = on_host(np.frombuffer(joined, dtype=np.int32), device)
+        with torch.cuda.stream(copies):
+            uploaded = packed.to(device, non_blocking=True)
+        if copies is not None:
+            torch.cuda.current_stream(device).wait_event(copies.record_event())
+            uploaded.record_stream(torch.cuda.current_stream(device))
+        self.masks.index_copy_(0, uploaded[-len(rows) :].long(), uploaded[: -len(rows)].view(len(rows), -1))
 
 
 def count_words(prompt: list[int], output: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -26,6 +26,7 @@ class RowControls(NamedTuple):
         allowed_token_ids: all others are forbidden; None forbids none.
         num_logprobs: likeliest tokens to report beside the chosen one, -1 to report nothing.
         bad_words: sequences of tokens; the last one is forbidden where the output ends with all others.
+        has_grammar: what is allowed changes with every token; its mask comes with each step.
     """
 
     min_p: float
@@ -36,6 +37,12 @@ class RowControls(NamedTuple):
     allowed_token_ids: tuple[int, ...] | None
     num_logprobs: int
     bad_words: tuple[tuple[int, ...], ...] = ()
+    has_grammar: bool = False
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether some tokens are allowed and the others not."""
+        return self.has_grammar or self.allowed_token_ids is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -60,7 +67,7 @@ def controls_of(
         bad_words: tokens of its bad words.
     """
     biases = {token: (bias, 0) for token, bias in dict(params.logit_bias).items()}
-    if params.min_tokens:
+    if params.min_tokens and params.structured_outputs is None:  # else the grammar's masks see to it
         min_length = num_prompt_tokens + params.min_tokens
         biases |= {token: (biases.get(token, (0.0, 0))[0], min_length) for token in sorted(end_token_ids)}
     controls = RowControls(
@@ -72,6 +79,7 @@ def controls_of(
         allowed_token_ids=params.allowed_token_ids,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         bad_words=bad_words,
+        has_grammar=params.structured_outputs is not None,
     )
     return None if controls == _NONE else controls
 

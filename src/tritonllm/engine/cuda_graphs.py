@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from tritonllm.engine.sequence import ENDS, Choice
+from tritonllm.engine.device_steps import PARTS, Part, parts_of
+from tritonllm.engine.sequence import Choice
 
-DecodeForward = Callable[[int, Choice], None]
-"""`forward(num_rows, end)`: one decode step of the first rows, whose tokens are chosen in this way."""
+DecodeForward = Callable[[int, Part], None]
+"""`forward(num_rows, part)`: one decode step of the first rows, or a half of it."""
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -50,7 +51,7 @@ class DecodeGraphs:
     def __init__(self, forward: DecodeForward, max_rows: int) -> None:
         self.forward = forward
         self.buckets = bucket_sizes(max_rows)
-        self._graphs: dict[tuple[int, Choice], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Part], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def bucket(self, num_rows: int) -> int:
@@ -58,22 +59,27 @@ class DecodeGraphs:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
     def capture(self, buckets: list[int] | None = None) -> None:
-        """Capture every bucket with every end, largest first so that the others reuse its memory.
+        """Capture every part of every bucket, largest first so that the others reuse its memory.
 
         Every row must be padding. Each size runs once before its capture, which compiles what it needs.
         """
         for size in sorted(buckets if buckets is not None else self.buckets, reverse=True):
-            for end in ENDS:
-                graph = capture(partial(self.forward, size, end), self._pool)
+            for part in PARTS:
+                graph = capture(partial(self.forward, size, part), self._pool)
                 self._pool = self._pool or graph.pool()
-                self._graphs[size, end] = graph
+                self._graphs[size, part] = graph
 
     def run(self, num_rows: int, choice: Choice) -> None:
         """Decode the first `num_rows` rows; rows up to the bucket's size must be padding."""
-        size, end = self.bucket(num_rows), choice.end
-        graph = self._graphs.get((size, end))
+        for part in parts_of(choice):
+            self.run_part(num_rows, part)
+
+    def run_part(self, num_rows: int, part: Part) -> None:
+        """Run one part of that."""
+        size = self.bucket(num_rows)
+        graph = self._graphs.get((size, part))
         if graph is None:
-            self.forward(size, end)
+            self.forward(size, part)
         else:
             graph.replay()
 

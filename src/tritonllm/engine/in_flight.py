@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from tritonllm.engine.logprobs import StepLogprobs
@@ -16,6 +18,19 @@ class InFlight:
 
     decoded: list[Sequence]
     prefilled: list[tuple[Sequence, PrefillChunk]]
+
+    @cached_property
+    def with_grammar(self) -> list[Sequence]:
+        """Those whose tokens follow a grammar."""
+        return [seq for seq in (*self.decoded, *(seq for seq, _ in self.prefilled)) if seq.matcher is not None]
+
+    def follow_grammars(self) -> Iterator[tuple[Sequence, str]]:
+        """Have grammars take in the tokens that were read; those that cannot go on, with the reason."""
+        for seq in self.with_grammar:
+            if seq.matcher is not None and not seq.is_finished:
+                error = seq.matcher.accept(seq.token_ids[seq.num_prompt_tokens + seq.matcher.num_tokens :])
+                if error is not None:
+                    yield seq, error
 
     def record_logprobs(self, token_ids: list[int], logprobs: StepLogprobs) -> None:
         """Hand entries to the sequences that asked for them: of tokens that will be appended, and of their prompts.

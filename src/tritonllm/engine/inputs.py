@@ -159,7 +159,7 @@ def _header(token: int, context_len: int, sampling: RowSampling) -> list[int]:
         header[PRESENCE_PENALTY] = float_bits(controls.presence_penalty)
         header[FREQUENCY_PENALTY] = float_bits(controls.frequency_penalty)
         header[CONTROLS] = HAS_PENALTIES if controls.has_penalties else 0
-        header[CONTROLS] |= HAS_MASK if controls.allowed_token_ids is not None else 0
+        header[CONTROLS] |= HAS_MASK if controls.has_mask else 0
         header[NUM_BIASES] = len(controls.biases)
         header[NUM_BAD_WORDS] = len(controls.bad_words)
         header[NUM_LOGPROBS] = 1 + controls.num_logprobs
@@ -286,7 +286,7 @@ def prefill_inputs(
     layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows, num_rows)
     inputs = layout.inputs(to_device(layout.pack(chunks, block_size), device), choice_of_chunks(chunks))
     controlled = tuple(
-        ControlledRow(row, chunk.sampling.controls, chunk.seen, chunk.recent)
+        ControlledRow(row, chunk.sampling.controls, chunk.seen, chunk.recent, chunk.mask)
         for row, chunk in enumerate(chunk for chunk in chunks if chunk.sample)
         if chunk.sampling.controls is not None
     )

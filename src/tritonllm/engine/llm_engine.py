@@ -13,6 +13,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.bad_words import tokenize_bad_words
 from tritonllm.engine.completion import Completion
 from tritonllm.engine.controls import check_controls
+from tritonllm.engine.grammars import Grammars
 from tritonllm.engine.launch_place import launch_place
 from tritonllm.engine.logprobs import TokenLogprobs
 from tritonllm.engine.model_runner import ModelRunner
@@ -93,15 +94,11 @@ class LLMEngine:
                 pool,
                 self.config.max_model_length,
             )
-        self.scheduler = Scheduler(
-            self.config.max_num_sequences,
-            self.config.max_num_batched_tokens,
-            self.runner.num_blocks,
-            self.config.block_size,
-            resolved.config.eos_token_ids,
-            self.config.max_model_length,
-            self.config.max_prefill_tokens_beside_decode,
-        )
+        limits = self.config.max_num_sequences, self.config.max_num_batched_tokens
+        blocks = self.runner.num_blocks, self.config.block_size
+        lengths = self.config.max_model_length, self.config.max_prefill_tokens_beside_decode
+        self.scheduler = Scheduler(*limits, *blocks, resolved.config.eos_token_ids, *lengths)
+        self._grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self._loop = StepLoop(self.scheduler, self.runner)
         self._num_requests = 0
 
@@ -303,6 +300,7 @@ class LLMEngine:
         self.scheduler.check(len(token_ids), params.max_model_length)
         bad_words = tokenize_bad_words(params.bad_words, self.tokenizer)
         check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids, bad_words)
+        self._grammars.matcher(params)
         return Request(token_ids, params, bad_words)
 
     def _check_all(
@@ -314,7 +312,8 @@ class LLMEngine:
     def _queue(self, request: Request, index: int = 0) -> list[Completion]:
         # Requests without a seed draw from the engine's, each from a stream of its own.
         seed = (self.config.seed + self._num_requests * 0x9E3779B97F4A7C15) % 2**64
-        first, *others = samples_of(request.token_ids, request.params, self.config.block_size, seed, request.bad_words)
+        how = self.config.block_size, seed, request.bad_words, self._grammars.matcher
+        first, *others = samples_of(request.token_ids, request.params, *how)
         self.scheduler.add_sequence(first, others)
         self._num_requests += 1
         completions = [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tritonllm.engine.plan import StepPlan
-from tritonllm.engine.prefill_graphs import PrefillGraphs
 from tritonllm.models.decoder import DecoderLM
 from tritonllm.models.protocol import CausalLM
+
+if TYPE_CHECKING:
+    from tritonllm.engine.prefill_graphs import PrefillGraphs
 
 WORK_BEHIND_LAUNCHES = 2**35
 """Products of a token and a weight of one layer that keep a GPU busy while the host launches the layer's kernels: about
@@ -43,7 +47,8 @@ class MixedSteps:
 
     def share_pass(self, plan: StepPlan, graphs: PrefillGraphs) -> bool:
         """Whether a step has both segments and runs them in one pass, with the graphs of short prefills at hand."""
-        if not (self.possible and plan.num_decode_rows and plan.chunks):
+        # What waits for masks keeps its hidden states where a decode step leaves them.
+        if not (self.possible and plan.num_decode_rows and plan.chunks) or plan.waits_for_masks:
             return False
         num_prompt_tokens = plan.num_tokens - plan.num_decode_rows
         return one_pass_pays(num_prompt_tokens, self._layer_weights, graphs.layout_of(plan.chunks) is not None)

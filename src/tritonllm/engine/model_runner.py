@@ -6,7 +6,6 @@ Every line here runs for every token. Think twice before adding one.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,26 +13,26 @@ import torch
 from tritonllm.config import EngineConfig
 from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
-from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs, prefill_inputs, row_inputs
+from tritonllm.engine.device_steps import PARTS, DeviceSteps, Part
+from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.logprobs import StepLogprobs
-from tritonllm.engine.mixed_steps import MixedSteps
-from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, plan_of, prefill_chunk, row_update
+from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, masks_of, plan_of, prefill_chunk, row_update
 from tritonllm.engine.prefill_graphs import PrefillGraphs, prefill_layouts
 from tritonllm.engine.rank_process import Rank0
 from tritonllm.engine.ranks import Ranks, start_ranks
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.engine.row_changes import apply_row_changes
-from tritonllm.engine.sequence import ENDS, Choice, Sequence
+from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_results import StepResults
 from tritonllm.engine.token_choice import TokenChoice
 from tritonllm.engine.upload import to_device
-from tritonllm.engine.warm_up import warm_up_prefills
+from tritonllm.engine.warm_up import run_small_and_largest
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
-from tritonllm.kernels.decode_rows import HEADER
+from tritonllm.kernels.decode_rows import HEADER, load_rows
 from tritonllm.kernels.launch import compiling_ahead
-from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
+from tritonllm.kernels.longest_first import longest_first
 from tritonllm.kernels.prefill_tiling import PrefillTiling
 from tritonllm.models.tensor_parallel import TPGroup
 
@@ -85,13 +84,12 @@ class ModelRunner:
             self._make_state(tp)
         self._thread = threading.local()
         self.logprobs: StepLogprobs | None = None
-        self.graphs = DecodeGraphs(self._decode, self.max_num_rows)
+        self.graphs = DecodeGraphs(self._steps.decode, self.max_num_rows)
         self.prefill_graphs = self.make_prefill_graphs(self.device.type != "cpu" and not self.config.enforce_eager)
         self._make_pool()
 
     def _make_state(self, tp: TPGroup) -> None:
         model = self.resolved.config
-        self.vocab_size = model.vocab_size
         num_heads, self.num_kv_heads = model.num_heads // tp.size, tp.split_kv_heads(model.num_kv_heads)[1]
         sizes = num_heads, model.head_dim, self.dtype, self.block_size, self.device
         self.tiling = PrefillTiling.choose(*sizes, hopper=model.has_plain_attention)
@@ -101,11 +99,14 @@ class ModelRunner:
         self.rows = torch.zeros(self.max_num_rows, width, dtype=torch.int32, device=self.device)
         self.results = StepResults(self.max_num_rows, model.vocab_size, self.device)
         self.sampled = self.results.tokens
-        self._choose = TokenChoice(self.model, self.results, model.vocab_size)
-        self.mixed_steps = MixedSteps(self.model)
         self.controls = ControlState.allocate(self.max_num_rows, model.vocab_size, self.device)
         heads = num_heads, self.num_kv_heads, model.head_dim
         self.workspace = DecodeWorkspace.allocate(self.max_num_rows, *heads, self.device)
+        choose, state = TokenChoice(self.model, self.results), (self.rows, self.sampled, self.controls, self.workspace)
+        ids = self.block_size, model.vocab_size
+        self._steps = DeviceSteps(self.model, choose, *state, lambda: self.pool.layers, *ids)
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._unchosen: StepPlan | None = None  # the step launched last, if it waits for masks
 
     # ---- start-up ----
 
@@ -140,23 +141,19 @@ class ModelRunner:
 
     def _compile_ahead(self) -> None:
         """Compile side by side what the rest of the start would compile one by one."""
-        rows = row_inputs(self.rows, self.max_num_rows, self.block_size, self.vocab_size, self.workspace)
-        longest_first(rows[2].context_lens)  # looked up by, so made
+        vocab_size = self.resolved.config.vocab_size
+        longest_first(load_rows(self.rows, self.max_num_rows, self.block_size, vocab_size)[3])  # looked up by, so made
         with compiling_ahead():
             self._decode_every_size()
             self._prefill_every_kernel()
 
     def _decode_every_size(self) -> None:
         for size in self.graphs.buckets:
-            for end in ENDS:
-                self._decode(size, end)
+            for part in PARTS:
+                self._steps.decode(size, part)
 
     def warmup_model(self) -> int:
-        """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
-
-        `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing; before it
-        run small ones, which make every difference to a kernel.
-        """
+        """Run `warm_up_prefills` on the pool at hand, which compiles their kernels; returns the bytes they needed."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self._prefill_every_kernel()
@@ -164,11 +161,7 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def _prefill_every_kernel(self) -> None:
-        known = self.tiling, self.num_kv_heads, self.workspace.num_sms, self.mixed_steps.possible
-        for chunks, tile_rows, num_rows in warm_up_prefills(self.config, *known):
-            inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device, num_rows)
-            inputs.attn.slot_mapping.fill_(-1)
-            self._decode_and_prefill(num_rows, Choice.PLAIN, inputs) if num_rows else self._prefill(inputs)
+        run_small_and_largest(self._steps, self.config, self.tiling, self.num_kv_heads, self.workspace, self.device)
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""
@@ -188,9 +181,9 @@ class ModelRunner:
         """What runs prompt chunks: short ones padded to a few sizes that can be captured, or each as it is."""
         layouts = []
         if padded:
-            limits = self.config.max_num_batched_tokens, self.max_num_rows, self.rows.shape[1] - HEADER
-            layouts = prefill_layouts(*limits, self.tiling.portable_rows)
-        return PrefillGraphs(self._prefill, layouts, self.block_size, self.tiling, self.device)
+            budget = self.config.max_num_batched_tokens
+            layouts = prefill_layouts(budget, self.max_num_rows, self.rows.shape[1] - HEADER, self.tiling.portable_rows)
+        return PrefillGraphs(self._steps.prefill, layouts, self.block_size, self.tiling, self.device)
 
     def _new_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.resolved.config, num_blocks, self.block_size, self.num_kv_heads, self.dtype, self.device)
@@ -204,15 +197,37 @@ class ModelRunner:
             self.pool.zero(to_device(plan.zero_blocks, self.device).long())
         apply_row_changes(plan, self.rows, self.sampled, self.controls)
         num_rows, chunks = plan.num_decode_rows, plan.chunks
-        if self.mixed_steps.share_pass(plan, self.prefill_graphs):
+        if self._steps.mixed.share_pass(plan, self.prefill_graphs):
             inputs = chunk_inputs(chunks, self.block_size, self.tiling, self.device, num_rows)
-            self._decode_and_prefill(num_rows, plan.choice.end, inputs)
-        else:
-            if num_rows:
-                self.graphs.run(num_rows, plan.choice)
-            if chunks:
-                self.prefill_graphs.run(chunks)
-        if not self.rank:  # every rank chose the same tokens; rank 0 reads them
+            self._steps.decode_and_prefill(num_rows, plan.choice, inputs)
+            num_rows, chunks = 0, []
+        if plan.waits_for_masks:
+            self._unchosen = plan
+            self.graphs.run_part(num_rows, Part.FORWARD)
+        elif num_rows:
+            self.graphs.run(num_rows, plan.choice)
+        if chunks:
+            self.prefill_graphs.run(chunks)
+        if not (plan.waits_for_masks or self.rank):  # every rank chose the same tokens; rank 0 reads them
+            self.results.send(plan)
+
+    @torch.inference_mode()
+    def choose(self, masks: list[tuple[int, bytes]]) -> None:
+        """Queue the second half of the step launched last, whose plan waits for masks.
+
+        Args:
+            masks: rows, each with int32 words of the tokens that may come next, as `GrammarMatcher.mask` gives them.
+
+        Raises:
+            EngineError: no launched step waits.
+        """
+        plan, self._unchosen = self._unchosen, None
+        if plan is None:
+            raise EngineError("choose() was called without a step that waits for masks; call launch(plan) first")
+        if masks:
+            self.controls.write_masks(masks, self._copies)
+        self.graphs.run_part(plan.num_decode_rows, Part.CHOICE)
+        if not self.rank:
             self.results.send(plan)
 
     def collect(self) -> list[int]:
@@ -228,27 +243,6 @@ class ModelRunner:
         tokens, self.logprobs = self.results.receive(None if self.ranks is None else self.ranks.wait)
         return tokens
 
-    def _decode(self, num_rows: int, end: Choice) -> None:
-        """One decode step of the first rows, from last tokens to next tokens; this is what a graph captures."""
-        input_ids, positions, attn = row_inputs(self.rows, num_rows, self.block_size, self.vocab_size, self.workspace)
-        if num_rows > FEW_ROWS:
-            attn = replace(attn, order=longest_first(attn.context_lens))
-        hidden = self.model(input_ids, positions, self.pool.layers, attn)
-        self._choose.of_rows(hidden, self.rows, attn.context_lens, end, self.controls)
-
-    def _prefill(self, inputs: StepInputs) -> None:
-        """Run prompt chunks and sample for those that end a prompt."""
-        attn = inputs.attn_of_last(self.workspace)
-        hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
-        self._choose.of_chunks(hidden, inputs)
-
-    def _decode_and_prefill(self, num_rows: int, end: Choice, inputs: StepInputs) -> None:
-        """Both in one forward pass, for the first rows as they are, without padding; the inputs have room for them."""
-        attn = inputs.beside_rows(*row_inputs(self.rows, num_rows, self.block_size, self.vocab_size, self.workspace))
-        hidden = self.model(inputs.input_ids, inputs.positions, self.pool.layers, attn)
-        self._choose.of_rows(hidden[:num_rows], self.rows, attn.decode.context_lens, end, self.controls)
-        self._choose.of_chunks(hidden, inputs, num_rows)
-
     # ---- for callers with a scheduler of their own ----
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
@@ -258,7 +252,10 @@ class ModelRunner:
             seqs: with block tables; for a prefill, tokens from `num_computed_tokens` on are computed.
             is_prefill: prompts, or one decode step.
         """
-        self.call("launch", plan_of(seqs, is_prefill, self.max_num_rows))
+        plan = plan_of(seqs, is_prefill, self.max_num_rows)
+        self.call("launch", plan)
+        if plan.waits_for_masks:
+            self.call("choose", masks_of(seqs))
         return self.collect()
 
     def prepare_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
@@ -338,7 +335,8 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._drop_graphs()
-            for name in ("model", "_choose", "pool", "rows", "sampled", "results", "controls", "workspace"):
+            state = ("rows", "sampled", "results", "controls", "workspace")
+            for name in ("model", "_steps", "graphs", "prefill_graphs", "pool", *state):
                 self.__dict__.pop(name, None)
         finally:
             (self.ranks or self.tp).close()

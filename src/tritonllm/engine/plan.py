@@ -6,6 +6,7 @@ Either may be empty. Nothing below the runner knows a `Sequence`, nothing above 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class PrefillChunk(NamedTuple):
         next_token_ids: the tokens of the prompt that follow the first, second, ... of the chunk, if their log
             probabilities are wanted.
         recent: the newest tokens before that one as a ring, if bad words have to know them.
+        mask: int32 words of the tokens that the grammar of a sequence allows next, if the chunk samples one of its.
     """
 
     token_ids: list[int]
@@ -60,6 +62,7 @@ class PrefillChunk(NamedTuple):
     seen: Seen | None = None
     next_token_ids: tuple[int, ...] = ()
     recent: tuple[int, ...] | None = None
+    mask: bytes | None = None
 
     @property
     def context_len(self) -> int:
@@ -78,6 +81,8 @@ class StepPlan:
         choice: what choosing the tokens of the decode rows takes.
         chunks: prompt chunks.
         zero_blocks: blocks to zero first.
+        waits_for_masks: a decode row has a grammar, which has to know the token before: what the decode rows choose
+            waits for `choose` with the masks of such rows.
     """
 
     num_decode_rows: int = 0
@@ -87,6 +92,7 @@ class StepPlan:
     choice: Choice = Choice.PLAIN
     chunks: list[PrefillChunk] = field(default_factory=list)
     zero_blocks: list[int] = field(default_factory=list)
+    waits_for_masks: bool = False
 
     @property
     def is_unchanged(self) -> bool:
@@ -142,6 +148,7 @@ def prefill_chunk(seq: Sequence, num_tokens: int) -> PrefillChunk:
         seen=seq.seen(stop) if stop == len(seq) else None,
         next_token_ids=seq.next_prompt_tokens(start, stop),
         recent=seq.recent(stop) if stop == len(seq) else None,
+        mask=seq.matcher.mask() if seq.matcher is not None and stop == len(seq) else None,
     )
 
 
@@ -161,4 +168,16 @@ def plan_of(seqs: list[Sequence], is_prefill: bool, num_rows: int) -> StepPlan:
         row_updates=updates,
         cleared_rows=list(range(len(seqs), num_rows)),
         choice=max((seq.sampling.choice for seq in seqs), default=Choice.PLAIN),
+        waits_for_masks=any(seq.matcher is not None for seq in seqs),
     )
+
+
+def masks_of(decoded: Iterable[Sequence]) -> list[tuple[int, bytes]]:
+    """What such a step waits for, once every token before it was read: rows with their masks.
+
+    Args:
+        decoded: the sequences of the step in the order of their rows. Those that have finished since need no mask.
+    """
+    return [
+        (row, seq.matcher.mask()) for row, seq in enumerate(decoded) if seq.matcher is not None and not seq.is_finished
+    ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tritonllm.engine.sequence import Sequence
 from tritonllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tritonllm.engine.grammars import GrammarMatcher
 
 
 def samples_of(
@@ -15,6 +20,7 @@ def samples_of(
     block_size: int,
     seed: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    matcher: Callable[[SamplingParams], GrammarMatcher | None] = lambda params: None,
 ) -> list[Sequence]:
     """The `params.n` sequences of a request; the first is what the request would be with n = 1.
 
@@ -24,12 +30,17 @@ def samples_of(
         block_size: tokens of one cache block.
         seed: of a request that brings none.
         bad_words: tokens of its bad words.
+        matcher: makes what follows the grammar of one sequence.
     """
+
+    def sequence(own_params: SamplingParams, seed: int = 0) -> Sequence:
+        follower = matcher(own_params)
+        return Sequence(token_ids, own_params, block_size=block_size, seed=seed, bad_words=bad_words, matcher=follower)
+
     own = seed if params.seed is None else params.seed
-    first = Sequence(token_ids, params, block_size=block_size, seed=own, bad_words=bad_words)
     # The first one reports on the prompt; to do so it takes nothing from the prefix cache, where the others find it.
     others = (replace(params, seed=sample_seed(own, i), prompt_logprobs=None) for i in range(1, params.n))
-    return [first, *(Sequence(token_ids, other, block_size=block_size, bad_words=bad_words) for other in others)]
+    return [sequence(params, own), *map(sequence, others)]
 
 
 def sample_seed(seed: int, sample: int) -> int:

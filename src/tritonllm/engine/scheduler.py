@@ -12,7 +12,7 @@ from collections.abc import Sequence as TokenIds
 from tritonllm.engine.block_manager import BlockManager
 from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.logprobs import StepLogprobs
-from tritonllm.engine.plan import PrefillChunk, StepPlan, prefill_chunk
+from tritonllm.engine.plan import PrefillChunk, StepPlan, masks_of, prefill_chunk
 from tritonllm.engine.prefill_budget import prefill_budget
 from tritonllm.engine.request_limits import set_limits
 from tritonllm.engine.rows import RowPlacement
@@ -35,8 +35,7 @@ class Scheduler:
         block_size: tokens a block holds.
         eos: token id, or ids, that end a sequence.
         max_model_length: tokens of a prompt and its completion at most; None for no such limit.
-        max_prefill_tokens_beside_decode: tokens of each prompt, on average, that a step takes at most while sequences
-            decode; None for no such limit.
+        max_prefill_tokens_beside_decode: of each prompt on average, while sequences decode; None for no such limit.
     """
 
     def __init__(
@@ -124,14 +123,14 @@ class Scheduler:
         if self._steady is not None:
             steady_plan = self._steady.next_step(self.block_manager)
             if steady_plan is not None:
-                self._in_flight.append(InFlight(self._steady.decoded, []))
+                self._in_flight.append(self._steady.in_flight)
                 return steady_plan
             self._steady = None
         decoding, new_blocks, stalled = self._schedule_decode()
         # Of those that wait only as many count as there are places for.
         num_prompts = min(len(self.prefilling) + len(self.waiting), self.max_num_sequences - len(self.running))
-        limit = self.max_prefill_tokens_beside_decode
-        budget = prefill_budget(self.max_num_batched_tokens, len(decoding), num_prompts, limit)
+        limits = num_prompts, self.max_prefill_tokens_beside_decode
+        budget = prefill_budget(self.max_num_batched_tokens, len(decoding), *limits)
         prefilled = self._schedule_prefill(budget, stalled)
         if not decoding and not prefilled:
             if not self._in_flight and self.has_requests:
@@ -148,6 +147,7 @@ class Scheduler:
             choice=max((seq.sampling.choice for seq in decoding), default=Choice.PLAIN),
             chunks=[chunk for _, chunk in prefilled],
             zero_blocks=self.block_manager.take_blocks_to_zero(),
+            waits_for_masks=any(seq.matcher is not None for seq in decoding),
         )
         for seq in decoding:
             seq.token_source = seq.row
@@ -197,7 +197,13 @@ class Scheduler:
                 seq.token_ids.append(token)
         for seq, chunk in step.prefilled:
             self._read(seq, chunk.context_len, next(tokens) if chunk.sample else None)
+        for seq, error in step.follow_grammars():
+            self._finish(seq, "error", error)
         return self.take_finished()
+
+    def late_masks(self) -> list[tuple[int, bytes]]:
+        """What the newest step waits for if its plan waits for masks; the steps before it have been read."""
+        return masks_of(self._in_flight[-1].decoded)
 
     def take_finished(self) -> list[Sequence]:
         """Requests that finished and were not reported yet."""
@@ -250,11 +256,7 @@ class Scheduler:
             self._finish(seq, "length")
 
     def _finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
-        queue = {
-            SequenceStatus.WAITING: self.waiting,
-            SequenceStatus.PREFILLING: self.prefilling,
-            SequenceStatus.RUNNING: self.running,
-        }[seq.status]
+        queue = getattr(self, seq.status.value)  # a status says which
         (queue if seq.held_in is None else seq.held_in).remove(seq)
         self._release_samples(seq)
         self._steady = None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as TokenIds
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tritonllm.engine.bad_words import ring_of
 from tritonllm.engine.controls import RowControls, Seen, controls_of
 from tritonllm.engine.logprobs import TokenLogprobs
+from tritonllm.errors import RequestError
 from tritonllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tritonllm.engine.grammars import GrammarMatcher
 
 _next_seq_id = itertools.count().__next__
 
@@ -38,12 +42,8 @@ class Choice(IntEnum):
 
     @property
     def end(self) -> Choice:
-        """The end of a forward pass that does this: one of `ENDS`."""
+        """The end of a forward pass that does this: PLAIN, FILTERED or CONTROLLED."""
         return min(self, Choice.CONTROLLED)
-
-
-ENDS = (Choice.CONTROLLED, Choice.FILTERED, Choice.PLAIN)
-"""Ends of a forward pass, those that need most memory first."""
 
 
 class RowSampling(NamedTuple):
@@ -81,6 +81,7 @@ class Sequence:
         stop_reason: what stopped it if the reason is "stop": the token id, or the stop string.
         logprobs: what was reported of each token of the completion, if the request asked for that.
         prompt_logprobs: the same of each token of the prompt but the first.
+        matcher: where the completion stands in the request's grammar, None if it has none.
         block_table: cache blocks, in order; block i holds tokens `i * block_size` to `(i + 1) * block_size - 1`.
         num_cached_tokens: tokens found in the prefix cache when the sequence was first admitted.
         num_computed_tokens: tokens whose keys and values are stored, or will be by a step already launched.
@@ -100,12 +101,18 @@ class Sequence:
         block_size: int = 256,
         seed: int = 0,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         self.seq_id = _next_seq_id()
         self.sampling_params = sampling_params if sampling_params is not None else SamplingParams()
         self.block_size = block_size
         self.bad_words = bad_words
         params = self.sampling_params
+        if params.structured_outputs is not None and matcher is None:
+            raise RequestError(
+                "a sequence with structured_outputs needs a matcher of its grammar; see Grammars.matcher"
+            )
+        self.matcher = matcher
         self.sampling = RowSampling(
             params.temperature,
             params.top_k,

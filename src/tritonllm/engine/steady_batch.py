@@ -7,8 +7,10 @@ the sequences that need a block now are known beforehand, and nobody else is loo
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 from tritonllm.engine.block_manager import BlockManager
+from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.plan import StepPlan
 from tritonllm.engine.sequence import Choice, Sequence
 
@@ -20,12 +22,15 @@ class SteadyBatch:
         decoded: sequences of that step, by row.
         choice: what choosing their tokens takes.
         block_size: tokens a block holds.
+
+    Attributes:
+        in_flight: what each of these steps leaves to read.
     """
 
     def __init__(self, decoded: list[Sequence], choice: Choice, block_size: int) -> None:
-        self.decoded = decoded
+        self.in_flight = InFlight(decoded, [])
         self._block_size = block_size
-        self._unchanged = StepPlan(num_decode_rows=len(decoded), choice=choice)
+        self._unchanged = StepPlan(len(decoded), choice=choice, waits_for_masks=bool(self.in_flight.with_grammar))
         self._step = 0
         self._due = [(self._free_steps(seq), seq.row, seq) for seq in decoded]
         heapq.heapify(self._due)
@@ -44,11 +49,11 @@ class SteadyBatch:
             new_blocks = [
                 (seq.row, len(seq.block_table) - 1, block_id) for seq in due for block_id in manager.append(seq)
             ]
-            plan = StepPlan(num_decode_rows=plan.num_decode_rows, new_blocks=new_blocks, choice=plan.choice)
+            plan = replace(plan, new_blocks=new_blocks)
             for seq in due:
                 heapq.heappush(self._due, (self._step + self._free_steps(seq), seq.row, seq))
         self._step += 1
-        for seq in self.decoded:
+        for seq in self.in_flight.decoded:
             seq.num_computed_tokens += 1
             seq.num_unread_tokens += 1
             seq.num_steps_in_flight += 1

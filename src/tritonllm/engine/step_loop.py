@@ -67,6 +67,8 @@ class StepLoop:
             # The host stays one step behind: with a step launched just now, read the one before it.
             if self.scheduler.num_steps_in_flight > (1 if plan is not None else 0):
                 finished += self.scheduler.postprocess(self.runner.collect(), self.runner.logprobs)
+            if plan is not None and plan.waits_for_masks:  # by now the device has begun with its forward pass
+                self.runner.call("choose", self.scheduler.late_masks())
             if self.watched:
                 finished += self._stop_at_strings()
         except BaseException as error:

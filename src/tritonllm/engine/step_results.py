@@ -34,11 +34,10 @@ class StepResults:
         reports: int32 `[2 * R, 1 + 2 * (1 + num_top)]`, rows as in `tokens`: the rank of the token, its id and the
             likeliest ids, and the float32 bits of their log probabilities.
         num_top: likeliest tokens that are reported of each.
-        first_chunk: R, where those of chunks begin.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.first_chunk = max_num_rows
+        self._max_num_rows = max_num_rows
         self.num_top = min(MAX_LOGPROBS, vocab_size)
         self.tokens = torch.zeros(2 * max_num_rows, dtype=torch.int32, device=device)
         self.reports = torch.zeros(2 * max_num_rows, 3 + 2 * self.num_top, dtype=torch.int32, device=device)
@@ -89,7 +88,7 @@ class StepResults:
         elif done is not None:
             done.synchronize()
         num_sampled = sum(chunk.sample for chunk in plan.chunks)
-        first, second = slice(plan.num_decode_rows), slice(self.first_chunk, self.first_chunk + num_sampled)
+        first, second = slice(plan.num_decode_rows), slice(self._max_num_rows, self._max_num_rows + num_sampled)
         chosen = tokens.tolist()
         logprobs = None
         if reports is not None or prompts is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from tritonllm.engine.control_state import ControlState
-from tritonllm.engine.inputs import SamplingRows, StepInputs
+from tritonllm.engine.inputs import SamplingRows
 from tritonllm.engine.sequence import Choice
 from tritonllm.engine.step_results import StepResults, pack_report
 from tritonllm.engine.upload import to_device
-from tritonllm.kernels.decode_rows import advance_rows
 from tritonllm.kernels.logit_controls import adjust_logits
 from tritonllm.kernels.logprobs import token_logprobs
 from tritonllm.kernels.row_layout import NUM_LOGPROBS
@@ -28,9 +27,8 @@ class TokenChoice:
     Every rank chooses, and all choose alike: from the same full logits, or from the same best tokens of each shard.
     """
 
-    def __init__(self, model: CausalLM, results: StepResults, vocab_size: int) -> None:
+    def __init__(self, model: CausalLM, results: StepResults) -> None:
         self._results = results
-        self._vocab_size = vocab_size
         self._compute_logits = model.compute_logits
         # With a compute_logits of its own a model decides what a logit is, so its head is not bypassed.
         self._head: LMHead | None = None
@@ -50,7 +48,7 @@ class TokenChoice:
 
         Args:
             positions: int32 `[N]`, those of the new tokens; they key the noise.
-            end: what the most demanding row takes, one of `ENDS`.
+            end: what the most demanding row takes, PLAIN, FILTERED or CONTROLLED.
             state: what the rows say about single tokens, for the end CONTROLLED; the newest token of each is counted.
             first_row: row of the results for what that end reports.
         """
@@ -67,43 +65,6 @@ class TokenChoice:
         wanted = sampling.headers[:, NUM_LOGPROBS]
         self._results.report(first_row, *token_logprobs(logits, tokens, wanted, self._results.num_top))
         return tokens
-
-    def of_rows(
-        self, hidden: torch.Tensor, rows: torch.Tensor, context_lens: torch.Tensor, end: Choice, controls: ControlState
-    ) -> None:
-        """Choose the next tokens of the first decode rows, and write them there and to the results.
-
-        Args:
-            hidden: `[B, hidden_size]`.
-            rows: int32 `[R, width]`, the decode rows.
-            context_lens: int32 `[B]`, theirs.
-            end: as above.
-            controls: state of the R rows.
-        """
-        num_rows = len(context_lens)
-        state = controls.first(num_rows)
-        tokens = self(hidden, SamplingRows.of(rows[:num_rows]), context_lens, end, state)
-        advance_rows(rows, tokens, self._results.tokens[:num_rows])
-
-    def of_chunks(self, hidden: torch.Tensor, inputs: StepInputs, num_rows: int = 0) -> None:
-        """Choose the first tokens of prompts that end in a step, and report what is wanted of prompts.
-
-        Args:
-            hidden: of all tokens of the step, or of the decode rows and the wanted tokens of the chunks alone.
-            inputs: of the step.
-            num_rows: decode rows before the chunks.
-        """
-        if inputs.followed:
-            self.report_prompts(hidden, inputs.followed)
-        if inputs.sampling is None:
-            return
-        # If all tokens are wanted both are the same, as they come in order.
-        alone = len(hidden) == num_rows + len(inputs.last_tokens)
-        hidden = hidden[num_rows:] if alone else hidden.index_select(0, inputs.last_tokens)
-        state = inputs.control_state(self._vocab_size)
-        first = self._results.first_chunk
-        tokens = self(hidden, inputs.sampling, inputs.next_positions, inputs.choice.end, state, first)
-        self._results.tokens[first : first + len(tokens)].copy_(tokens)
 
     def report_prompts(self, hidden: torch.Tensor, followed: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
         """Report log probabilities of prompts, of a few tokens at a time: all their logits would not fit.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from tritonllm.config import EngineConfig
 from tritonllm.engine.controls import RowControls, Seen
+from tritonllm.engine.device_steps import DeviceSteps
+from tritonllm.engine.inputs import prefill_inputs
 from tritonllm.engine.plan import PrefillChunk
-from tritonllm.engine.sequence import RowSampling
+from tritonllm.engine.sequence import Choice, RowSampling
+from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.kernels.prefill_tiling import PrefillTiling
 
@@ -45,3 +50,22 @@ def warm_up_prefills(
             following = (0,) * (0 if seen is None else chunk_length)
             chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling, seen, following)
             yield [chunk] * chunk_count, tile_rows, 0
+
+
+def run_small_and_largest(
+    steps: DeviceSteps,
+    config: EngineConfig,
+    tiling: PrefillTiling,
+    num_kv_heads: int,
+    workspace: DecodeWorkspace,
+    device: torch.device,
+) -> None:
+    """Run these prompts so that they write nothing."""
+    sizes = num_kv_heads, workspace.num_sms, steps.mixed.possible
+    for chunks, tile_rows, num_rows in warm_up_prefills(config, tiling, *sizes):
+        inputs = prefill_inputs(chunks, config.block_size, tile_rows, device, num_rows)
+        inputs.attn.slot_mapping.fill_(-1)
+        if num_rows:
+            steps.decode_and_prefill(num_rows, Choice.PLAIN, inputs)
+        else:
+            steps.prefill(inputs)
