@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,13 +15,19 @@ import torch
 
 from tritonllm import EngineConfig, ModelSpec
 from tritonllm.engine import recorded_start as module
+from tritonllm.engine.controls import RowControls
 from tritonllm.engine.cuda_graphs import bucket_sizes
 from tritonllm.engine.device_steps import CAPTURED
+from tritonllm.engine.inputs import chunk_inputs
 from tritonllm.engine.model_runner import ModelRunner
+from tritonllm.engine.plan import PrefillChunk
 from tritonllm.engine.prefill_graphs import PrefillGraphs
 from tritonllm.engine.recorded_start import recorded_start
+from tritonllm.engine.resolve import resolve_model
+from tritonllm.engine.sequence import Choice, RowSampling
 from tritonllm.errors import ConfigError
 from tritonllm.kernels.compile_matrix import distinct
+from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.kernels.launch import Launch, gpu_of, nvidia_capability
 from tritonllm.kernels.norm import rms_norm
 from tritonllm.kernels.recording import recording
@@ -115,10 +123,12 @@ def test_its_number_of_multiprocessors_decides_on_splits() -> None:
 
 def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     launches = start("sm_80")
+    beside_prompts = distinct_batches(24, SHAPE["num_kv_heads"], TARGETS["sm_80"].counts_as.num_sms)
     # 2 pools x a forward pass and 3 ends, each of which reads the rows anew.
     for kernel, times in (("_load_rows_kernel", 8), ("_advance_rows_kernel", 6)):
-        sizes = [launch.args["num_rows"] for launch in of(launches, kernel)]
-        assert {size: sizes.count(size) for size in sizes} == dict.fromkeys(bucket_sizes(24), times)
+        sizes = Counter(launch.args["num_rows"] for launch in of(launches, kernel))
+        sizes.subtract(2 * beside_prompts)
+        assert +sizes == dict.fromkeys(bucket_sizes(24), times)
     for kernel in ("_adjust_kernel", "_list_kernel"):
         assert {launch.args["logits_ptr"].shape[0] for launch in of(launches, kernel)} >= {*bucket_sizes(24)}
     # Of rows of a decode step, of the prompts that end in a prefill, and of a prompt's own tokens.
@@ -189,10 +199,38 @@ class TestWindowsAndCaps:
 
 
 def test_short_prefills_are_there_as_graphs_run_them_and_not_without_graphs() -> None:
-    tokens = {launch.grid[0] for launch in of(start("sm_80"), "_activate_and_mul_kernel")}
-    eager = {launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_activate_and_mul_kernel")}
-    # 16 is a size of decode steps as well; 8 rows are what a padded prefill samples, and its last layer works for.
-    assert tokens - eager == {8, 32, 64, 128, 256, 512}
+    tokens = Counter(launch.grid[0] for launch in of(start("sm_80"), "_activate_and_mul_kernel"))
+    eager = Counter(launch.grid[0] for launch in of(start("sm_80", enforce_eager=True), "_activate_and_mul_kernel"))
+    # 8 rows are what a padded prefill samples, and its last layer works for.
+    assert (tokens - eager).keys() == {8, 16, 32, 64, 128, 256, 512}
+    assert not eager - tokens
+
+
+SAMPLINGS = [
+    RowSampling(0.0, 0, 1.0, 0),
+    RowSampling(1.0, 5, 0.9, 0),
+    RowSampling(1.0, 5, 0.9, 0, RowControls(0.1, 2.0, 0.0, 0.0, (), None, 1)),
+]
+
+
+@pytest.mark.parametrize(("family", "target"), [("llama", "sm_80"), ("gemma3_text", "sm_90")])
+def test_a_mixed_step_launches_nothing_that_the_start_did_not(tmp_path: Path, family: str, target: str) -> None:
+    """Of any number of rows and chunks, whether they end a prompt or not; with windows in some layers and in none."""
+    fields = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
+    save_tiny_checkpoint(tiny_hf_config(family, heads="4/2x128", **fields), tmp_path, tokenizer=False)
+    limits = {"dtype": "bfloat16", "max_num_sequences": 24, "max_model_length": 200, "max_num_batched_tokens": 4096}
+    resolved = resolve_model(EngineConfig(str(tmp_path), **limits), recorded=True)
+    with recording(TARGETS[target].counts_as) as launches, torch.inference_mode():
+        runner = module._RecordedRunner(resolved.engine, resolved=resolved)
+        of_the_start = len(launches)
+        for num_rows, lengths, ends in itertools.product(range(1, 25), [(1,), (40, 7), (3,) * 12], [True, False]):
+            sampling = SAMPLINGS[num_rows % 3]
+            chunks = [PrefillChunk([0] * length, 0, [0], ends, sampling) for length in lengths]
+            inputs = chunk_inputs(chunks, runner.block_size, runner.tiling, runner.device, num_rows)
+            runner._steps.decode_and_prefill(num_rows, list(Choice)[num_rows // 3 % 3], inputs)
+    later = distinct(launches[of_the_start:], TARGETS[target])
+    assert "_decode_attention_kernel" in names(launches[of_the_start:])
+    assert later.keys() <= distinct(launches[:of_the_start], TARGETS[target]).keys()
 
 
 def test_the_structure_of_the_family_of_models_shows() -> None:

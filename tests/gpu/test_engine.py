@@ -10,6 +10,7 @@ import triton
 from hf_twins import make_engine
 
 from tritonllm import SamplingParams
+from tritonllm.engine import mixed_steps
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257)
 
@@ -86,6 +87,46 @@ def test_nothing_compiles_after_the_start():
         finally:
             triton.knobs.runtime.jit_post_compile_hook = None
     assert not compiled, sorted(set(compiled))
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_prompts_beside_decoding_compile_nothing(eager):
+    """With graphs a short chunk is the replay of one and a long one shares its pass; without, all share one."""
+    compiled: list[str] = []
+    with make_engine("Qwen3-0.6B", "bfloat16", max_num_sequences=32, enforce_eager=eager) as llm:
+        triton.knobs.runtime.jit_post_compile_hook = lambda **info: compiled.append(info["fn"].name)
+        try:
+            for count in (1, 3, 8, 17, 30):
+                for kind in ({"temperature": 0}, {"top_p": 0.9}, CONTROLS):
+                    params = SamplingParams(max_tokens=40, ignore_eos=True, **kind)
+                    for prompt in prompts_of((9,) * count, seed=count):
+                        llm.add_prompt(prompt, params)
+                    for length in (700, 5, 130):
+                        llm.step()
+                        llm.add_prompt(prompts_of((length,), seed=length + count)[0], params)
+                    while not llm.scheduler.is_finished():
+                        llm.step()
+        finally:
+            triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled, sorted(set(compiled))
+
+
+@pytest.mark.parametrize("form", ["one pass", "two passes"])
+@pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["plain", "controls"])
+def test_a_prompt_beside_decoding_gives_the_tokens_of_one_alone(controls, form, monkeypatch):
+    monkeypatch.setattr(mixed_steps, "one_pass_pays", lambda *_: form == "one pass")
+    prompts = prompts_of((20, 33, 400, 5, 700))
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, "ignore_eos": True, "seed": 3} | controls)
+    with make_engine("SmolLM2-135M-Instruct", "float32", max_prefill_tokens_beside_decode=96) as llm:
+        alone = [llm.generate([prompt], params)["token_ids"][0] for prompt in prompts]
+    with make_engine("SmolLM2-135M-Instruct", "float32", max_prefill_tokens_beside_decode=96) as llm:
+        seq_ids, found = [], {}
+        for prompt in prompts:
+            seq_ids.append(llm.add_prompt(prompt, params))
+            llm.step()
+        while not llm.scheduler.is_finished():
+            found.update((output.seq_id, output.token_ids) for output in llm.step()[0])
+    assert [found[seq_id] for seq_id in seq_ids] == alone
 
 
 @pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["plain", "controls"])

@@ -54,6 +54,24 @@ def test_chunks_in_the_middle_of_a_prompt(tmp_path, device: torch.device) -> Non
     assert tokens == [greedy(twin, prompt)[:2] for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_a_prompt_beside_a_sequence_that_decodes(tmp_path, device: torch.device, family: str) -> None:
+    """Without graphs both go through the model in one pass; with a window of 2."""
+    fields = {"sliding_window": 2} if family == "mistral" else {}
+    twin = save_tiny_checkpoint(tiny_hf_config(family, num_hidden_layers=2, **fields), tmp_path)
+    keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "enforce_eager": True}
+    left = {}
+    with LLMEngine(str(tmp_path), device=device.type, **keys) as engine:
+        for prompt, num_tokens in (([9, 10], 2), ([5, 6, 7], 1)):
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            left[engine.add_prompt(prompt, params)] = greedy(twin, prompt)[:num_tokens]
+            engine.step()
+        while not engine.scheduler.is_finished():
+            for output in engine.step()[0]:
+                assert output.token_ids == left.pop(output.seq_id)
+    assert not left
+
+
 def test_sampled_tokens_do_not_depend_on_the_batch(tmp_path, device: torch.device) -> None:
     save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=1, vocab_size=300), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}

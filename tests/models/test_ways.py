@@ -30,7 +30,7 @@ BRIEF = [
     ("phi3", "4/2x96"),
     ("olmo2", "9/3x64"),
 ]
-BRIEF_WAYS = ["all in one batch", "chunks of 7", "prefix cache", "preempted"]
+BRIEF_WAYS = ["all in one batch", "chunks of 7", "joining in chunks of 5, eager", "prefix cache", "preempted"]
 
 
 def prompts() -> list[list[int]]:
@@ -89,7 +89,10 @@ def controlled(count: int, num_tokens: int) -> list[SamplingParams]:
     ]
 
 
-CONTROLLED_WAYS = ["all in one batch", "chunks of 7", "joining at every step", "streamed", "prefix cache", "preempted"]
+CONTROLLED_WAYS = [
+    "all in one batch", "chunks of 7", "joining at every step", "joining in chunks of 5, eager", "streamed",
+    "prefix cache", "preempted",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", [*CONTROLLED_WAYS, pytest.param("two ranks", marks=pytest.mark.slow)])
@@ -113,7 +116,8 @@ def test_interpreted_kernels_give_the_same_tokens_under_controls(tiny) -> None:
 @pytest.mark.parametrize(("family", "heads"), [("llama", "4/2x32"), ("qwen2", "28/4x32"), ("qwen3", "8/1x80")])
 def test_two_ranks_give_the_tokens_of_one(tiny, family: str, heads: str, sampled: bool) -> None:
     folder, _ = tiny(family, heads=heads)
-    assert_ways_agree(folder, prompts(), 24, ["two ranks"], sampled=sampled, device="cpu")
+    ways = ["two ranks", "two ranks, joining in chunks of 5"]
+    assert_ways_agree(folder, prompts(), 24, ways, sampled=sampled, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from mutant import Mutant
 
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
 CONTROLS = ("tests/unit/test_controls.py",)
+MIXED = ("tests/unit/test_mixed_steps.py",)
 LAST_LAYER = ("tests/unit/test_last_layer.py",)
 FAMILIES = ("tests/unit/test_model_config.py", "tests/models/test_families.py")
 LIFE = ("tests/unit/test_failures.py", "tests/unit/test_interrupts.py", "tests/unit/test_threads.py")
@@ -172,8 +173,57 @@ MUTANTS = (
     Mutant(
         "decoding does not count against the budget",
         _SCHEDULER,
-        "self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)",
-        "self._schedule_prefill(self.max_num_batched_tokens, stalled)",
+        "prefill_budget(self.max_num_batched_tokens, len(decoding)",
+        "prefill_budget(self.max_num_batched_tokens + len(decoding), len(decoding)",
+    ),
+    Mutant(
+        "nothing limits prompts beside decoding",
+        "tritonllm.engine.prefill_budget",
+        "if limit is None or not num_decoding",
+        "if True",
+        ("tests/unit/test_prefill_budget.py",),
+    ),
+    Mutant(
+        "prompts that there is no place for count",
+        _SCHEDULER,
+        "num_prompts = min(len(self.prefilling) + len(self.waiting), self.max_num_sequences - len(self.running))",
+        "num_prompts = len(self.prefilling) + len(self.waiting)",
+        ("tests/unit/test_prefill_budget.py",),
+    ),
+    Mutant(
+        "keys of decode rows in a mixed step go where padding goes",
+        "tritonllm.engine.inputs",
+        "prefill.slot_mapping[:num_rows].copy_(decode.slot_mapping)",
+        "prefill.slot_mapping[:num_rows].fill_(-1)",
+        MIXED,
+    ),
+    Mutant(
+        "the attention of decode rows in a mixed step is lost",
+        "tritonllm.models.attention_metadata",
+        "attended[:num_rows].copy_(self.decode.attend(q[:num_rows], *options))",
+        "self.decode.attend(q[:num_rows], *options)",
+        MIXED,
+    ),
+    Mutant(
+        "chunks behind decode rows are counted from the first token",
+        "tritonllm.engine.inputs",
+        "chunks), initial=num_rows)",
+        "chunks), initial=0)",
+        MIXED,
+    ),
+    Mutant(
+        "prompts that end in a mixed step take the tokens of decode rows",
+        "tritonllm.engine.device_steps",
+        "hidden[num_rows:] if alone",
+        "hidden[: len(inputs.last_tokens)] if alone",
+        MIXED,
+    ),
+    Mutant(
+        "a layer of one's own is given a mixed step",
+        "tritonllm.models.decoder",
+        "and all(map(_is_of_the_kit, self.model.layers))",
+        "",
+        MIXED,
     ),
     Mutant(
         "prompts go before decoding",

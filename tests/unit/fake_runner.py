@@ -122,8 +122,9 @@ class FakeEngine:
         block_size: int = 4,
         eos: int | None = None,
         max_model_length: int | None = None,
+        limit: int | None = None,
     ) -> None:
-        self.scheduler = Scheduler(rows, budget, blocks, block_size, eos, max_model_length)
+        self.scheduler = Scheduler(rows, budget, blocks, block_size, eos, max_model_length, limit)
         self.runner = FakeRunner(rows, blocks, block_size)
         self.sequences: dict[int, Sequence] = {}
         self.finished: dict[int, Sequence] = {}
@@ -145,7 +146,13 @@ class FakeEngine:
 
     def step(self) -> StepPlan | None:
         before = {seq.seq_id: seq.length for seq in self.scheduler.running if seq.length < seq.max_length}
+        prompts, preemptions = [*self.scheduler.waiting, *self.scheduler.prefilling], self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
+        limit = self.scheduler.max_prefill_tokens_beside_decode
+        if limit is not None and plan is not None and plan.num_decode_rows:
+            num_prompts = len(prompts) + self.scheduler.num_preemptions - preemptions
+            num_tokens = plan.num_tokens - plan.num_decode_rows
+            assert num_tokens <= limit * num_prompts, "a decoding sequence waits for more prompt tokens than it should"
         # Samples of one prompt need new blocks all at once, and those that are older take what others gave back.
         older_came_first = self._has_samples and plan is not None and bool(plan.new_blocks)
         for seq in self.scheduler.running:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 import tritonllm
-from tritonllm.bench import step_profile, throughput
+from tritonllm.bench import step_profile, streaming, throughput
 from tritonllm.bench.report import as_text
 from tritonllm.bench.startup import PARTS
 from tritonllm.bench.timing import timed_generate
@@ -108,6 +110,11 @@ class TestLatency:
         assert told["batches"][0]["floor_ms"] < told["batches"][1]["floor_ms"]
         assert "host: schedule" in as_text(told)
 
+    def test_prompts_of_a_batch_do_not_wait_for_each_other(self, run, llama: str) -> None:
+        sizes = ("--prompt-tokens", "200", "--output-tokens", "4", "--batches", "3", "--runs", "1")
+        told = report(run("latency", llama, *CPU, *sizes, "--max-num-batched-tokens", "400", "--json"))
+        assert told["conditions"]["max_prefill_tokens_beside_decode"] == 400
+
     def test_outputs_that_follow_a_regular_expression(self, run, llama: str) -> None:
         pytest.importorskip("llguidance")
         told = report(run("latency", llama, *CPU, *self.SIZES, "--batches", "2", "--json", *self.REGEX))
@@ -183,6 +190,80 @@ def test_two_ranks_share_the_floor(run, llama: str) -> None:
     assert shared["lengths"][0]["floor_ms"] == pytest.approx(alone["lengths"][0]["floor_ms"] / 2, rel=0.01)
 
 
+class TestStreaming:
+    SIZES = (
+        "--streams",
+        "3",
+        "--output-tokens",
+        "24",
+        "--prompt-tokens",
+        "40",
+        "--interval",
+        "0.1",
+        "--seconds",
+        "0.3",
+    )
+
+    def test_json(self, run, llama: str) -> None:
+        told = report(run("streaming", llama, *CPU, *RATES, *self.SIZES, "--json"))
+        conditions = told["conditions"]
+        assert (conditions["max_num_sequences"], conditions["max_prefill_tokens_beside_decode"]) == (11, 512)
+        assert 0 < told["median_gap_ms"] <= told["p99_gap_ms"] <= told["longest_gap_ms"]
+        assert told["p99_over_median"] == pytest.approx(told["p99_gap_ms"] / told["median_gap_ms"], abs=0.02)
+        assert 0 < told["floor_ms"] < told["median_gap_ms"]
+        assert told["seconds"] >= 0.3
+        assert 1 <= told["prompts"] <= 4
+        assert 0 < told["median_ttft_ms"] <= told["longest_ttft_ms"]
+        # Not the first tokens of streams that took the place of others.
+        assert told["gaps"] <= 3 * told["steps"]
+        assert told["output_tokens_per_second"] == pytest.approx(told["gaps"] / told["seconds"], rel=0.01)
+
+    def test_a_table(self, run, llama: str) -> None:
+        code, out, _ = run("streaming", llama, *CPU, *self.SIZES)
+        assert code == 0
+        titles = "streams median gap, ms floor of it p99 over median longest prompts ms to first token"
+        assert " ".join(out.splitlines()[2].split()).startswith(titles)
+
+    def test_gaps_are_those_between_reads(self, make_engine, monkeypatch) -> None:
+        """On a clock that ticks once a step, a stream has a token every tick."""
+        llm, ticks = make_engine(max_prefill_tokens_beside_decode=16), itertools.count()
+        rng = random.Random(0)
+        bench = SimpleNamespace(
+            llm=llm,
+            start_seconds=0.0,
+            prompts=lambda count, length: [[rng.randint(2, 500) for _ in range(length)] for _ in range(count)],
+            limits=SimpleNamespace(decode_seconds=lambda *_: None),
+        )
+        clock = SimpleNamespace(now=0.0)
+        advance = llm.step_loop.advance
+
+        def step() -> object:
+            clock.now = float(next(ticks))
+            return advance()
+
+        monkeypatch.setattr(llm.step_loop, "advance", step)
+        monkeypatch.setattr("tritonllm.bench.streaming.time.perf_counter", lambda: clock.now)
+        told = streaming.measure(bench, 3, 20, 40, 10.0, 60.0)
+        assert (told["median_gap_ms"], told["p99_gap_ms"], told["longest_gap_ms"]) == (1000, 1000, 1000)
+        assert told["prompts"] == 6
+        assert told["median_ttft_ms"] == 4000  # three chunks, read a step later
+        assert 3 * 60 > told["gaps"] > 3 * 60 * 0.8
+        assert told["fraction"] is told["floor_ms"] is None
+        assert llm.scheduler.is_finished()
+
+    def test_a_request_that_fails_is_an_error(self, make_engine) -> None:
+        llm = make_engine()
+        completion = llm.queue_prompt([1, 2], SamplingParams(max_tokens=4))[0]
+        llm.step_loop.abandon([completion.seq])
+        with pytest.raises(EngineError, match="a request ended by 'abort'"):
+            streaming._check(completion)
+
+    def test_percentiles(self) -> None:
+        values = list(range(1, 201))
+        assert [streaming.percentile(values, percent) for percent in (0, 50, 99, 100)] == [1, 100, 198, 200]
+        assert streaming.percentile([5.0], 99) == 5.0
+
+
 class TestStartup:
     def test_two_processes_a_run(self, run, llama: str) -> None:
         told = report(run("startup", llama, *CPU, "--runs", "1", "--max-model-length", "64", "--json"))
@@ -221,7 +302,7 @@ class TestStartup:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("command", ["throughput", "latency", "ttft", "startup"])
+    @pytest.mark.parametrize("command", ["throughput", "latency", "ttft", "streaming", "startup"])
     def test_a_bad_name_is_one_line_and_code_1(self, run, command: str) -> None:
         assert run(command, "Qwen3-0.6") == (
             1,
@@ -247,6 +328,7 @@ class TestRefusals:
             (["ttft", "--output", "/no/folder/x"], "--output /no/folder/x: there is no folder /no/folder."),
             (["ttft", "--memory-rate", "0"], "0.0 is no rate above 0."),
             (["ttft", "--matrix-rate", "nan"], "nan is no rate above 0."),
+            (["streaming", "--interval", "0"], "--interval"),
             (["startup", "--dtype", "int8"], "dtype='int8' is not valid"),
             (["startup", "--load-format", "real"], "load_format='real' is not valid"),
         ],
@@ -270,7 +352,15 @@ class TestRefusals:
             timed_generate(SimpleNamespace(generate=generate), [[1], [2]], params)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["latency", "--help"], ["ttft", "Qwen3-0.6B", "--lengths", "x"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["latency", "--help"],
+        ["ttft", "Qwen3-0.6B", "--lengths", "x"],
+        ["streaming", "Qwen3-0.6B", "--interval", "x"],
+    ],
+)
 def test_help_and_wrong_usage_import_no_torch(args: list[str]) -> None:
     code = (
         "import sys, tritonllm.cli\n"

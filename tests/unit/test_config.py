@@ -24,6 +24,7 @@ COUNTS = [
     "world_size",
     "max_num_sequences",
     "max_num_batched_tokens",
+    "max_prefill_tokens_beside_decode",
     "max_num_batch_tokens",
     "max_cached_blocks",
     "block_size",
@@ -216,6 +217,7 @@ count = st.integers(1, 2**20)
 values = {
     "max_num_sequences": count,
     "max_num_batched_tokens": count,
+    "max_prefill_tokens_beside_decode": count,
     "max_num_batch_tokens": st.none() | count,
     "max_cached_blocks": st.none() | count,
     "block_size": count,

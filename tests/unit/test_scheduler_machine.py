@@ -23,8 +23,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 16, 256]),
         eos=st.sampled_from([None, 5, 50]),
         max_model_length=st.sampled_from([None, None, 20]),
+        limit=st.sampled_from([None, 1, 3, 16]),
     )
-    def start(self, rows, budget, blocks, block_size, eos, max_model_length):
+    def start(self, rows, budget, blocks, block_size, eos, max_model_length, limit):
         self.engine = FakeEngine(
             rows=rows,
             budget=budget,
@@ -32,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             eos=eos,
             max_model_length=max_model_length,
+            limit=limit,
         )
 
     def add_prompt(self, prompt: list[int], max_tokens: int, ignore_eos: bool, seed: int = 0, n: int = 1) -> None:

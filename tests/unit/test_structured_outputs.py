@@ -353,13 +353,13 @@ def test_the_forward_pass_is_queued_before_the_tokens_of_the_last_step_are_read(
 
     runner.graphs.forward, runner.collect = decode, reading
     engine.generate([PROMPT], following(choice=["abc"]))
-    assert calls[:6] == ["forward", "read", "choice", "forward", "read", "choice"]
+    assert calls[:6] == ["forward", "read", "controlled end", "forward", "read", "controlled end"]
     calls.clear()
     engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert calls == ["plain", "read", "plain", "read", "plain", "read", "read"]
     calls.clear()
     engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, presence_penalty=1))
-    assert calls == ["forward", "choice", "read", "forward", "choice", "read", "read"]
+    assert calls == ["forward", "controlled end", "read", "forward", "controlled end", "read", "read"]
 
 
 def test_whoever_schedules_on_their_own_follows_grammars_as_well(engine: LLMEngine, alone) -> None:

@@ -1,4 +1,4 @@
-"""The commands that measure: `bench throughput`, `bench latency`, `bench ttft` and `bench startup`."""
+"""The commands that measure: `bench throughput`, `latency`, `ttft`, `streaming` and `startup`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tritonllm.cli.bench_options import (
     Model,
     Output,
     PromptTokens,
+    PromptTokensBeside,
     Runs,
     WorldSize,
     check_output,
@@ -37,6 +38,7 @@ bench_app = typer.Typer(
 _BATCHES = "1,2,4,8,16,32,64,128,256"
 _LENGTHS = "128,512,8192"
 _BUDGET = 16384
+_PLACES_FOR_PROMPTS = 8  # beside the streams
 
 
 @bench_app.command()
@@ -143,6 +145,7 @@ def latency(
         all_reduce=all_reduce,
         max_num_sequences=max(sizes),
         max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_tokens_beside_decode=max_num_batched_tokens,  # the batch is to decode together, soon
         max_model_length=prompt_tokens + output_tokens,
         tokenizer=tokenizer,
     )
@@ -200,6 +203,55 @@ def ttft(
     from tritonllm.bench.ttft import measure
 
     report = run("ttft", model, config, memory_rate, matrix_rate, lambda it: measure(it, sizes, runs))
+    _tell(report, as_json, output)
+
+
+@bench_app.command()
+def streaming(
+    model: Model,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Requests that decode at all times.")] = 64,
+    prompt_tokens: PromptTokens = 8192,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.001, help="Seconds from one long prompt to the next.")
+    ] = 1.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="How long gaps are counted.")] = 20.0,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", min=2, help="Tokens of a stream, which another one follows.")
+    ] = 2048,
+    load_format: LoadFormat = "dummy",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    world_size: WorldSize = 1,
+    max_num_batched_tokens: Budget = _BUDGET,
+    max_prefill_tokens_beside_decode: PromptTokensBeside = 512,
+    block_size: BlockSize = 256,
+    enforce_eager: EnforceEager = False,
+    memory_rate: MemoryRate = None,
+    matrix_rate: MatrixRate = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Gaps between the tokens of streams while long prompts arrive."""
+    from tritonllm.bench.streaming import STREAM_PROMPT_TOKENS, measure
+
+    check_output(output)
+    config = engine_config(
+        model,
+        load_format,
+        dtype=dtype,
+        device=device,
+        world_size=world_size,
+        block_size=block_size,
+        enforce_eager=enforce_eager,
+        max_num_sequences=streams + _PLACES_FOR_PROMPTS,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_tokens_beside_decode=max_prefill_tokens_beside_decode,
+        max_model_length=max(prompt_tokens + 1, output_tokens + STREAM_PROMPT_TOKENS),
+    )
+    from tritonllm.bench.report import run
+
+    sizes = streams, output_tokens, prompt_tokens, interval, seconds
+    report = run("streaming", model, config, memory_rate, matrix_rate, lambda it: measure(it, *sizes))
     _tell(report, as_json, output)
 
 

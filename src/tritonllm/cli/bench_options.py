@@ -27,6 +27,14 @@ DType = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or 
 Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Measure that often; the median is reported.")]
 Budget = Annotated[int, typer.Option("--max-num-batched-tokens", min=1, help="Most tokens of one step.")]
+PromptTokensBeside = Annotated[
+    int,
+    typer.Option(
+        "--max-prefill-tokens-beside-decode",
+        min=1,
+        help="Most prompt tokens of a step that decodes, for each prompt.",
+    ),
+]
 BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens of one block of the KV cache.")]
 WorldSize = Annotated[int, typer.Option("--world-size", min=1, help="Ranks that hold the model, one a GPU.")]
 AllReduce = Annotated[str, typer.Option("--all-reduce", help="auto or nccl: how sums over GPUs are made.")]

@@ -38,6 +38,7 @@ _FOREIGN_NAMES = {
     "eos_token_id": "eos",
     "gpu_memory_fraction": "gpu_memory_utilization",
     "kv_block_size": "block_size",
+    "long_prefill_token_threshold": "max_prefill_tokens_beside_decode",
     "kvcache_block_size": "block_size",
     "max_batch_size": "max_num_sequences",
     "max_model_len": "max_model_length",
@@ -69,6 +70,7 @@ _RULES: dict[str, Rule] = {
     "world_size": integer(1),
     "max_num_sequences": integer(1),
     "max_num_batched_tokens": integer(1),
+    "max_prefill_tokens_beside_decode": integer(1),
     "max_num_batch_tokens": integer(1).or_none(),
     "max_cached_blocks": integer(1).or_none(),
     "block_size": integer(1),
@@ -165,6 +167,9 @@ class EngineConfig:
             the model's heads and `intermediate_size`, and divide its key-value heads or be a multiple of them.
         max_num_sequences: most requests decoded at once.
         max_num_batched_tokens: most tokens computed in one step (the scheduler's budget).
+        max_prefill_tokens_beside_decode: most prompt tokens that a step takes while sequences decode, for each prompt
+            that waits or is under way: it bounds the gap between the tokens of a stream. `max_num_batched_tokens` holds
+            in any case, and from that value on this one limits nothing.
         max_num_batch_tokens: tokens of the warm-up run that measures peak memory; None means the budget.
         max_cached_blocks: blocks in the KV pool; None means measured (GPU) or bounded by host memory (CPU).
         block_size: tokens in one KV block.
@@ -193,6 +198,7 @@ class EngineConfig:
     world_size: int = 1
     max_num_sequences: int = 16
     max_num_batched_tokens: int = 1024
+    max_prefill_tokens_beside_decode: int = 512
     max_num_batch_tokens: int | None = None
     max_cached_blocks: int | None = None
     block_size: int = 256

@@ -11,7 +11,8 @@ from enum import Enum
 import torch
 
 from tritonllm.engine.control_state import ControlState
-from tritonllm.engine.inputs import SamplingRows, StepInputs
+from tritonllm.engine.inputs import SamplingRows, StepInputs, row_inputs
+from tritonllm.engine.mixed_steps import MixedSteps
 from tritonllm.engine.sequence import Choice
 from tritonllm.engine.token_choice import TokenChoice
 from tritonllm.kernels.decode_attention import DecodeWorkspace
@@ -72,6 +73,7 @@ class DeviceSteps:
 
     Attributes:
         hidden: `[max_num_rows, hidden_size]`, what FORWARD leaves for an end; None before the first.
+        mixed: says which steps run both segments in one pass.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class DeviceSteps:
         self._layers = layers
         self._sizes = block_size, vocab_size
         self.hidden: torch.Tensor | None = None
+        self.mixed = MixedSteps(model)
 
     def decode(self, num_rows: int, part: Part) -> None:
         """A part of one decode step of the first rows, which touches static buffers alone; a graph captures this."""
@@ -120,13 +123,31 @@ class DeviceSteps:
         """Run prompt chunks and sample for those that end a prompt."""
         attn = inputs.attn_of_last(self._workspace)
         hidden = self._model(inputs.input_ids, inputs.positions, self._layers(), attn)
+        self._choose_of_chunks(hidden, inputs)
+
+    def decode_and_prefill(self, num_rows: int, choice: Choice, inputs: StepInputs) -> None:
+        """Both in one forward pass, for the first rows as they are, without padding.
+
+        Args:
+            choice: what choosing the tokens of the decode rows takes.
+            inputs: of the chunks, with room for the rows.
+        """
+        attn = inputs.beside_rows(*row_inputs(self._rows, num_rows, *self._sizes, self._workspace))
+        hidden = self._model(inputs.input_ids, inputs.positions, self._layers(), attn)
+        sampling, controls = SamplingRows.of(self._rows[:num_rows]), self._controls.first(num_rows)
+        tokens = self._choose(hidden[:num_rows], sampling, attn.decode.context_lens, choice.end, controls, 0)
+        advance_rows(self._rows, tokens, self._sampled[:num_rows])
+        self._choose_of_chunks(hidden, inputs, num_rows)
+
+    def _choose_of_chunks(self, hidden: torch.Tensor, inputs: StepInputs, num_rows: int = 0) -> None:
+        """Choose the first tokens of prompts that end, and report of prompts; `num_rows` rows lie before the chunks."""
         if inputs.followed:
             self._choose.report_prompts(hidden, inputs.followed)
         if inputs.sampling is None:
             return
         # A model may have returned those rows alone. If all tokens are wanted they are the same, as they come in order.
-        if len(hidden) != len(inputs.last_tokens):
-            hidden = hidden.index_select(0, inputs.last_tokens)
+        alone = len(hidden) == num_rows + len(inputs.last_tokens)
+        hidden = hidden[num_rows:] if alone else hidden.index_select(0, inputs.last_tokens)
         state = inputs.control_state(self._sizes[1])
         first = len(self._rows)
         tokens = self._choose(hidden, inputs.sampling, inputs.next_positions, inputs.choice.end, state, first)

@@ -12,8 +12,9 @@ from tritonllm.engine.control_state import ControlledRow, ControlState
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, choice_of_chunks
 from tritonllm.engine.sequence import Choice, RowSampling
 from tritonllm.engine.upload import ALIGNMENT, float_bits, seed_words, to_device, upload
+from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
-from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P
+from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER, SEED, TEMPERATURE, TOKEN, TOP_K, TOP_P, load_rows
 from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.row_layout import (
     CONTROLS,
@@ -31,6 +32,7 @@ from tritonllm.models.attention_metadata import (
     AttentionMetadata,
     DecodeMetadata,
     LastTokensMetadata,
+    MixedMetadata,
     PrefillMetadata,
 )
 
@@ -104,6 +106,20 @@ class StepInputs:
         state.write(self.controlled)
         return state
 
+    def beside_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, decode: DecodeMetadata) -> MixedMetadata:
+        """Metadata of decode rows and prompt chunks, once the rows are filled in where the layout has left room.
+
+        Args: what `row_inputs` gives.
+        """
+        prefill = self.attn_of_last(decode.workspace)
+        if not isinstance(prefill, PrefillMetadata):
+            raise EngineError("decode rows go beside prompt chunks, not beside other decode rows")
+        num_rows = decode.num_rows
+        self.input_ids[:num_rows].copy_(input_ids)
+        self.positions[:num_rows].copy_(positions)
+        prefill.slot_mapping[:num_rows].copy_(decode.slot_mapping)
+        return MixedMetadata(decode, prefill)
+
     def attn_of_last(self, workspace: DecodeWorkspace) -> AttentionMetadata:
         """`attn` that also tells a model, if it is so, that it is only asked for the hidden states of `last_tokens`."""
         attn = self.attn
@@ -164,6 +180,7 @@ class PrefillLayout:
         num_tiles: programs of the attention kernel for each head.
         num_sampled: N, rows that get a next token.
         tile_rows: query rows of a tile.
+        num_rows: decode rows before the chunks, which are part of T; the device fills in what they are.
     """
 
     num_tokens: int
@@ -172,19 +189,23 @@ class PrefillLayout:
     num_tiles: int
     num_sampled: int
     tile_rows: int
+    num_rows: int = 0
 
     @classmethod
-    def for_chunks(cls, chunks: list[PrefillChunk], block_size: int, tile_rows: int) -> PrefillLayout:
+    def for_chunks(
+        cls, chunks: list[PrefillChunk], block_size: int, tile_rows: int, num_rows: int = 0
+    ) -> PrefillLayout:
         """The layout that these chunks fill exactly, but for the width of the tables, a multiple of 16."""
         # A query reads keys up to its own position only, so later blocks of a table are not needed.
         width = max(-(-chunk.context_len // block_size) for chunk in chunks)
         return cls(
-            num_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+            num_tokens=num_rows + sum(len(chunk.token_ids) for chunk in chunks),
             num_seqs=len(chunks),
             table_width=-(-width // 16) * 16,
             num_tiles=sum(-(-len(chunk.token_ids) // tile_rows) for chunk in chunks),
             num_sampled=sum(chunk.sample for chunk in chunks),
             tile_rows=tile_rows,
+            num_rows=num_rows,
         )
 
     def holds(self, other: PrefillLayout) -> bool:
@@ -217,7 +238,8 @@ class PrefillLayout:
         slots[:] = -1
         tiles = tiles.reshape(self.num_tiles, 2)
         tiles[:, 1] = _BEHIND_EVERY_QUERY
-        start = sampled = 0
+        sampled, start = 0, self.num_rows
+        cu_seqlens[0] = start
         for index, chunk in enumerate(chunks):
             stop = start + len(chunk.token_ids)
             where = np.arange(chunk.start, chunk.context_len)
@@ -257,25 +279,36 @@ class PrefillLayout:
         return StepInputs(True, views[0], views[1], attn, views[7], views[8], views[9], sampling, choice)
 
 
-def prefill_inputs(chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device) -> StepInputs:
-    """Inputs of prompt chunks, at least one, in tiles of `tile_rows` query rows."""
-    layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows)
+def prefill_inputs(
+    chunks: list[PrefillChunk], block_size: int, tile_rows: int, device: torch.device, num_rows: int = 0
+) -> StepInputs:
+    """Inputs of prompt chunks, at least one, in tiles of `tile_rows` query rows, behind room for decode rows."""
+    layout = PrefillLayout.for_chunks(chunks, block_size, tile_rows, num_rows)
     inputs = layout.inputs(to_device(layout.pack(chunks, block_size), device), choice_of_chunks(chunks))
     controlled = tuple(
         ControlledRow(row, chunk.sampling.controls, chunk.seen, chunk.recent, chunk.mask)
         for row, chunk in enumerate(chunk for chunk in chunks if chunk.sample)
         if chunk.sampling.controls is not None
     )
-    starts = itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
+    starts = itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=num_rows)
     followed = ((start, chunk.next_token_ids) for start, chunk in zip(starts, chunks, strict=False))
     return replace(inputs, controlled=controlled, followed=tuple(entry for entry in followed if entry[1]))
 
 
 def chunk_inputs(
-    chunks: list[PrefillChunk], block_size: int, tiling: PrefillTiling, device: torch.device
+    chunks: list[PrefillChunk], block_size: int, tiling: PrefillTiling, device: torch.device, num_rows: int = 0
 ) -> StepInputs:
-    """Inputs of prompt chunks, at least one, in tiles that suit their lengths."""
-    return prefill_inputs(chunks, block_size, tiling.rows([len(chunk.token_ids) for chunk in chunks]), device)
+    """Inputs of prompt chunks, at least one, in tiles that suit their lengths, behind room for decode rows."""
+    tile_rows = tiling.rows([len(chunk.token_ids) for chunk in chunks])
+    return prefill_inputs(chunks, block_size, tile_rows, device, num_rows)
+
+
+def row_inputs(
+    rows: torch.Tensor, num_rows: int, block_size: int, vocab_size: int, workspace: DecodeWorkspace
+) -> tuple[torch.Tensor, torch.Tensor, DecodeMetadata]:
+    """Ids and positions, int32 `[num_rows]`, and metadata of the first decode rows of the device."""
+    input_ids, positions, slots, context_lens = load_rows(rows, num_rows, block_size, vocab_size)
+    return input_ids, positions, DecodeMetadata(slots, rows[:num_rows, HEADER:], context_lens, workspace)
 
 
 def decode_inputs(

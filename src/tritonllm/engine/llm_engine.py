@@ -96,7 +96,8 @@ class LLMEngine:
             )
         limits = self.config.max_num_sequences, self.config.max_num_batched_tokens
         blocks = self.runner.num_blocks, self.config.block_size
-        self.scheduler = Scheduler(*limits, *blocks, resolved.config.eos_token_ids, self.config.max_model_length)
+        lengths = self.config.max_model_length, self.config.max_prefill_tokens_beside_decode
+        self.scheduler = Scheduler(*limits, *blocks, resolved.config.eos_token_ids, *lengths)
         self._grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self._loop = StepLoop(self.scheduler, self.runner)
         self._num_requests = 0

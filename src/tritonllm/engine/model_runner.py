@@ -14,7 +14,7 @@ from tritonllm.config import EngineConfig
 from tritonllm.engine.control_state import ControlState
 from tritonllm.engine.cuda_graphs import DecodeGraphs
 from tritonllm.engine.device_steps import HALVES, DeviceSteps, Part
-from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs, prefill_inputs
+from tritonllm.engine.inputs import StepInputs, chunk_inputs, decode_inputs
 from tritonllm.engine.kv_cache import KVPool, blocks_on_cpu, blocks_on_gpu, bytes_per_block
 from tritonllm.engine.logprobs import StepLogprobs
 from tritonllm.engine.plan import PrefillChunk, RowUpdate, StepPlan, masks_of, plan_of, prefill_chunk, row_update
@@ -27,7 +27,7 @@ from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_results import StepResults
 from tritonllm.engine.token_choice import TokenChoice
 from tritonllm.engine.upload import to_device
-from tritonllm.engine.warm_up import warm_up_prefills
+from tritonllm.engine.warm_up import run_small_and_largest
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import HEADER, load_rows
@@ -153,11 +153,7 @@ class ModelRunner:
                 self._steps.decode(size, part)
 
     def warmup_model(self) -> int:
-        """Run the largest prefill on the pool at hand, which compiles its kernels; returns the bytes it needed.
-
-        `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget, that write nothing. Before it
-        run prompts of one token, as many at once as make every difference to a kernel.
-        """
+        """Run `warm_up_prefills` on the pool at hand, which compiles their kernels; returns the bytes they needed."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self._prefill_every_kernel()
@@ -165,10 +161,7 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def _prefill_every_kernel(self) -> None:
-        for chunks, tile_rows in warm_up_prefills(self.config, self.tiling, self.num_kv_heads, self.workspace.num_sms):
-            inputs = prefill_inputs(chunks, self.block_size, tile_rows, self.device)
-            inputs.attn.slot_mapping.fill_(-1)
-            self._steps.prefill(inputs)
+        run_small_and_largest(self._steps, self.config, self.tiling, self.num_kv_heads, self.workspace, self.device)
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""
@@ -199,17 +192,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        """Queue a step of this rank: changed rows, then the decode rows, then the prompt chunks."""
+        """Queue a step of this rank: changed rows, then the decode rows and the prompt chunks, together or in turn."""
         if plan.zero_blocks:
             self.pool.zero(to_device(plan.zero_blocks, self.device).long())
         apply_row_changes(plan, self.rows, self.sampled, self.controls)
+        num_rows, chunks = plan.num_decode_rows, plan.chunks
+        if self._steps.mixed.share_pass(plan, self.prefill_graphs):
+            inputs = chunk_inputs(chunks, self.block_size, self.tiling, self.device, num_rows)
+            self._steps.decode_and_prefill(num_rows, plan.choice, inputs)
+            num_rows, chunks = 0, []
         if plan.waits_for_masks:
             self._unchosen = plan
-            self.graphs.run_part(plan.num_decode_rows, Part.FORWARD)
-        elif plan.num_decode_rows:
-            self.graphs.run(plan.num_decode_rows, plan.choice)
-        if plan.chunks:
-            self.prefill_graphs.run(plan.chunks)
+            self.graphs.run_part(num_rows, Part.FORWARD)
+        elif num_rows:
+            self.graphs.run(num_rows, plan.choice)
+        if chunks:
+            self.prefill_graphs.run(chunks)
         if not (plan.waits_for_masks or self.rank):  # every rank chose the same tokens; rank 0 reads them
             self.results.send(plan)
 

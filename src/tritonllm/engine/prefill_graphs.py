@@ -79,12 +79,17 @@ class PrefillGraphs:
             for choice in _CAPTURED:
                 self._call(index, choice)()
 
+    def layout_of(self, chunks: list[PrefillChunk]) -> int | None:
+        """Which layout holds prompt chunks, at least one; None if they run in one of their own."""
+        if choice_of_chunks(chunks) not in _CAPTURED or any(chunk.next_token_ids for chunk in chunks):
+            return None
+        needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)
+        return next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
+
     def run(self, chunks: list[PrefillChunk]) -> None:
         """Run prompt chunks, at least one."""
-        needed = PrefillLayout.for_chunks(chunks, self.block_size, self.tiling.portable_rows)
-        index = next((i for i, layout in enumerate(self.layouts) if layout.holds(needed)), None)
-        choice = choice_of_chunks(chunks)
-        if index is None or choice not in _CAPTURED or any(chunk.next_token_ids for chunk in chunks):
+        index, choice = self.layout_of(chunks), choice_of_chunks(chunks)
+        if index is None:
             self.forward(chunk_inputs(chunks, self.block_size, self.tiling, self.device))
             return
         packed = on_host(self.layouts[index].pack(chunks, self.block_size), self.device)

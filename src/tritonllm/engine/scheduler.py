@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Sequence as TokenIds
 
 from tritonllm.engine.block_manager import BlockManager
-from tritonllm.engine.controls import controls_of
 from tritonllm.engine.in_flight import InFlight
 from tritonllm.engine.logprobs import StepLogprobs
 from tritonllm.engine.plan import PrefillChunk, StepPlan, masks_of, prefill_chunk
+from tritonllm.engine.prefill_budget import prefill_budget
+from tritonllm.engine.request_limits import set_limits
 from tritonllm.engine.rows import RowPlacement
 from tritonllm.engine.scheduler_messages import check_prompt_length, describe_state
 from tritonllm.engine.sequence import Choice, Sequence, SequenceStatus
@@ -24,8 +25,8 @@ from tritonllm.errors import EngineError
 class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache, and preemption by recomputation.
 
-    Every step decodes all running sequences and spends the rest of its budget on prompts, so a flood of prompts delays
-    a running sequence by one chunk a step at most. Cached tokens cost no budget.
+    Every step decodes all running sequences and spends the rest of its budget, or less (`prefill_budget`), on prompts.
+    So whatever arrives delays a running sequence by a few chunks a step at most. Cached tokens cost no budget.
 
     Args:
         max_num_sequences: sequences that hold blocks at a time.
@@ -34,6 +35,7 @@ class Scheduler:
         block_size: tokens a block holds.
         eos: token id, or ids, that end a sequence.
         max_model_length: tokens of a prompt and its completion at most; None for no such limit.
+        max_prefill_tokens_beside_decode: of each prompt on average, while sequences decode; None for no such limit.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Scheduler:
         block_size: int,
         eos: int | TokenIds[int] | None,
         max_model_length: int | None = None,
+        max_prefill_tokens_beside_decode: int | None = None,
     ) -> None:
         self.max_num_rows = max_num_sequences
         # A running sequence takes one token of every step, so more than the budget could never run together.
         self.max_num_sequences = min(max_num_sequences, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prefill_tokens_beside_decode = max_prefill_tokens_beside_decode
         self.block_size = block_size
         self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
         self.max_model_length = max_model_length
@@ -84,18 +88,11 @@ class Scheduler:
         Raises:
             RequestError: it can never be served; the queue is as before.
         """
-        params = seq.sampling_params
-        self.check(seq.num_prompt_tokens, params.max_model_length)
+        self.check(seq.num_prompt_tokens, seq.sampling_params.max_model_length)
         # The last token of a completion is never stored, so a full pool yields one token more than it holds.
         pool = self.block_manager.num_blocks * self.block_size + 1
-        wanted = None if params.max_tokens is None else seq.num_prompt_tokens + params.max_tokens
-        limits = (pool, wanted, self.max_model_length, params.max_model_length)
-        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         for sample in (seq, *other_samples):
-            sample.max_length = min(limit for limit in limits if limit is not None)
-            sample.end_token_ids = eos_token_ids.union(params.stop_token_ids)
-            controls = controls_of(sample.sampling_params, len(sample), sample.end_token_ids, sample.bad_words)
-            sample.sampling = sample.sampling._replace(controls=controls)
+            set_limits(sample, self.eos_token_ids, (pool, self.max_model_length))
             sample.status = SequenceStatus.WAITING
         for sample in other_samples:
             seq.held_samples.append(sample)
@@ -130,7 +127,11 @@ class Scheduler:
                 return steady_plan
             self._steady = None
         decoding, new_blocks, stalled = self._schedule_decode()
-        prefilled = self._schedule_prefill(self.max_num_batched_tokens - len(decoding), stalled)
+        # Of those that wait only as many count as there are places for.
+        num_prompts = min(len(self.prefilling) + len(self.waiting), self.max_num_sequences - len(self.running))
+        limits = num_prompts, self.max_prefill_tokens_beside_decode
+        budget = prefill_budget(self.max_num_batched_tokens, len(decoding), *limits)
+        prefilled = self._schedule_prefill(budget, stalled)
         if not decoding and not prefilled:
             if not self._in_flight and self.has_requests:
                 raise EngineError(

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from tritonllm.config import EngineConfig
 from tritonllm.engine.controls import RowControls, Seen
+from tritonllm.engine.device_steps import DeviceSteps
+from tritonllm.engine.inputs import prefill_inputs
 from tritonllm.engine.plan import PrefillChunk
-from tritonllm.engine.sequence import RowSampling
+from tritonllm.engine.sequence import Choice, RowSampling
+from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 
 def warm_up_prefills(
-    config: EngineConfig, tiling: PrefillTiling, num_kv_heads: int, num_sms: int
-) -> Iterator[tuple[list[PrefillChunk], int]]:
+    config: EngineConfig, tiling: PrefillTiling, num_kv_heads: int, num_sms: int, mixed: bool
+) -> Iterator[tuple[list[PrefillChunk], int, int]]:
     """Prompt chunks of one step each, with the rows of their tiles: plain, filtered and with controls.
 
     The largest are `max(1, max_num_batch_tokens // max_model_length)` sequences, cut to the budget. Before them come
-    prompts of one token, as many at once as make every difference to a kernel.
+    prompts of one token, as many at once as make every difference to a kernel. The last number is that of the decode
+    rows in the same pass, 0 but for as many of one token as make a difference to their attention.
 
     Args:
+        mixed: whether there are passes with decode rows.
         num_kv_heads, num_sms: of this rank and its device, as the decode attention of last tokens knows them.
     """
     length = min(config.max_model_length or 1, config.max_num_batched_tokens)
@@ -28,9 +35,13 @@ def warm_up_prefills(
     max_num_rows = config.max_num_sequences
     count = min(max(1, config.warm_up_tokens // length), max(1, budget // length), max_num_rows)
     table = [0] * (-(-length // config.block_size))
+    # Rows that decode, and prompts that end, in one step at most.
+    batches = distinct_batches(min(max_num_rows, config.max_num_batched_tokens), num_kv_heads, num_sms)
+    if mixed:
+        for num_rows in batches:
+            yield [PrefillChunk([0], 0, table, True, RowSampling(1.0, 0, 1.0, 0))], tiling.portable_rows, num_rows
     sizes = [(1, 1, tile_rows) for tile_rows in tiling.all_rows]
-    most = min(max_num_rows, config.max_num_batched_tokens)  # prompts that can end in one step
-    sizes += [(1, batch, tiling.portable_rows) for batch in distinct_batches(most, num_kv_heads, num_sms)]
+    sizes += [(1, batch, tiling.portable_rows) for batch in batches]
     sizes.append((length, count, tiling.rows([length] * count)))
     controls = RowControls(0.1, 2.0, 0.0, 0.0, ((0, 0.0, 0),), (0,), 0)
     for sampling in (RowSampling(1.0, 0, 1.0, 0), RowSampling(1.0, 2, 0.5, 0), RowSampling(1.0, 2, 0.5, 0, controls)):
@@ -38,4 +49,23 @@ def warm_up_prefills(
             seen: Seen | None = None if sampling.controls is None else ([0], [])
             following = (0,) * (0 if seen is None else chunk_length)
             chunk = PrefillChunk([0] * chunk_length, 0, table, True, sampling, seen, following)
-            yield [chunk] * chunk_count, tile_rows
+            yield [chunk] * chunk_count, tile_rows, 0
+
+
+def run_small_and_largest(
+    steps: DeviceSteps,
+    config: EngineConfig,
+    tiling: PrefillTiling,
+    num_kv_heads: int,
+    workspace: DecodeWorkspace,
+    device: torch.device,
+) -> None:
+    """Run these prompts so that they write nothing."""
+    sizes = num_kv_heads, workspace.num_sms, steps.mixed.possible
+    for chunks, tile_rows, num_rows in warm_up_prefills(config, tiling, *sizes):
+        inputs = prefill_inputs(chunks, config.block_size, tile_rows, device, num_rows)
+        inputs.attn.slot_mapping.fill_(-1)
+        if num_rows:
+            steps.decode_and_prefill(num_rows, Choice.PLAIN, inputs)
+        else:
+            steps.prefill(inputs)

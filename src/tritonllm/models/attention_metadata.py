@@ -1,7 +1,8 @@
 """What a step tells the attention layers, passed down as an argument: never a global.
 
-A step has up to two segments, prefill chunks and decode rows, and each runs the model once with its own metadata.
-Both read keys and values through the block table, after the store kernel has written the new ones.
+A step has up to two segments, decode rows and prefill chunks. Each runs the model once with its own metadata, or both
+run it together with `MixedMetadata`: then linear layers and norms see all tokens at once, and attention is a launch for
+each segment. All read keys and values through the block table, after the store kernel has written the new ones.
 
 A layer asks three things of its metadata: `slot_mapping`, where new keys and values go; `attend`; and `wanted`, which
 picks the rows that the layer's work after attention is for. `attend` gives back the same ones; its `scale`, `window`
@@ -162,4 +163,83 @@ class DecodeMetadata:
         return self.context_lens.shape[0]
 
 
-AttentionMetadata = PrefillMetadata | DecodeMetadata | LastTokensMetadata
+@dataclass(frozen=True)
+class MixedMetadata:
+    """B decode rows and behind them prompt chunks, T tokens in all.
+
+    Attributes:
+        decode: of the rows, the first B tokens.
+        prefill: of the chunks; its `slot_mapping` and its places of tokens count the rows as well, so that its first
+            sequence begins at token B.
+    """
+
+    decode: DecodeMetadata
+    prefill: PrefillMetadata
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """int32 `[T]`, of the rows and the chunks."""
+        return self.prefill.slot_mapping
+
+    @property
+    def last(self) -> MixedLastMetadata | None:
+        """What the last layer may take instead, if only the rows and what the prefill's `last` names are wanted."""
+        return None if self.prefill.last is None else MixedLastMetadata(self.decode, self.prefill.last)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of q `[T, heads, head_dim]`, that of the chunks causal; the same shape comes back."""
+        num_rows, options = self.decode.num_rows, (k_cache, v_cache, scale, window, softcap)
+        attended = self.prefill.attend(q, *options)  # which leaves the rows to us
+        attended[:num_rows].copy_(self.decode.attend(q[:num_rows], *options))
+        return attended
+
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself: every token goes on."""
+        return x
+
+
+@dataclass(frozen=True)
+class MixedLastMetadata:
+    """The last layer of such a pass: results are wanted for the B rows and the N last tokens that the prefill names.
+
+    Attributes:
+        decode: as in `MixedMetadata`.
+        prefill: the wanted tokens of the chunks, by their places among all tokens.
+    """
+
+    decode: DecodeMetadata
+    prefill: LastTokensMetadata
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """int32 `[T]`, of the rows and the chunks."""
+        return self.prefill.slot_mapping
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attention `[B + N, heads, head_dim]` of the wanted tokens among q `[T, heads, head_dim]`."""
+        options = k_cache, v_cache, scale, window, softcap
+        rows = self.decode.attend(q[: self.decode.num_rows], *options)
+        return torch.cat([rows, self.prefill.attend(q, *options)])
+
+    def wanted(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows `[B + N, ...]` of x `[T, ...]` that belong to the wanted tokens, in memory of their own."""
+        return torch.cat([x[: self.decode.num_rows], self.prefill.wanted(x)])
+
+
+AttentionMetadata = PrefillMetadata | DecodeMetadata | LastTokensMetadata | MixedMetadata | MixedLastMetadata

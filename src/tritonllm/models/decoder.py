@@ -19,6 +19,7 @@ from tritonllm.models.layers import (
     KVCache,
     LayerCache,
     LMHead,
+    MixedMetadata,
     PrefillMetadata,
     QKNorm,
     RMSNorm,
@@ -224,7 +225,7 @@ class DecoderModel(nn.Module):
             path = decode_path(attn.num_rows, self.in_features, hidden.dtype, hidden.device)
             attn = replace(attn, path=path, fused_sums=self.tp.size > 1)
         metadata = [attn] * len(self.layers)
-        last = attn.last if isinstance(attn, PrefillMetadata) else None
+        last = attn.last if isinstance(attn, PrefillMetadata | MixedMetadata) else None
         if last is not None and self.select_tokens and _is_of_the_kit(self.layers[-1]):
             metadata[-1] = last
         for layer, cache, seen in zip(self.layers, kv_cache, metadata, strict=True):
@@ -266,9 +267,14 @@ class DecoderLM(nn.Module):
         """Final hidden states `[T, hidden_size]` of int32 or int64 ids `[T]` at int32 positions `[T]`.
 
         They are those of the wanted tokens alone, `[N, hidden_size]`, where attn is a prefill's and names N of them in
-        `last`.
+        `last`; so for a mixed step, whose decode rows come first.
         """
         return self.model(input_ids, positions, kv_cache, attn)
+
+    @property
+    def takes_mixed_steps(self) -> bool:
+        """Whether `forward` may be given a `MixedMetadata`: everything that looks at one is the kit's own."""
+        return type(self).forward is DecoderLM.forward and all(map(_is_of_the_kit, self.model.layers))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, vocabulary]` of hidden states `[N, hidden_size]`."""

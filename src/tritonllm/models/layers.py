@@ -22,7 +22,7 @@ from tritonllm.kernels.norm import add_rms_norm, rms_norm
 from tritonllm.kernels.rope import apply_rope
 from tritonllm.kernels.rope_store import rope_store_kv
 from tritonllm.kernels.skinny_linear import skinny_linear
-from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from tritonllm.models.attention_metadata import AttentionMetadata, DecodeMetadata, MixedMetadata, PrefillMetadata
 from tritonllm.models.decode_path import DecodePath
 from tritonllm.models.linear import (
     ColumnLinear,
@@ -46,6 +46,7 @@ __all__ = [
     "KVCache",
     "LMHead",
     "LayerCache",
+    "MixedMetadata",
     "Part",
     "PrefillMetadata",
     "QKNorm",

@@ -162,19 +162,31 @@ def _one_after_another(
         return [engine.generate([prompt], param)["token_ids"][0] for prompt, param in zip(prompts, params, strict=True)]
 
 
-@register_way("joining at every step")
-def _joining(
-    name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
-) -> list[Tokens]:
-    with way_engine(name_or_path, prompts, params, keys) as engine:
-        seq_ids, outputs = [], []
-        for prompt, param in zip(prompts, params, strict=True):
-            seq_ids.append(engine.add_prompt(prompt, param))
-            outputs += engine.step()[0]
-        while not engine.scheduler.is_finished():
-            outputs += engine.step()[0]
-    found = {output.seq_id: output.token_ids for output in outputs}
-    return [found[seq_id] for seq_id in seq_ids]
+def _joining(**changes: Any) -> Way:
+    """Each prompt a step after the one before it, in an engine with these keys changed."""
+
+    def way(
+        name_or_path: str, prompts: list[Tokens], params: list[SamplingParams], keys: dict[str, Any]
+    ) -> list[Tokens]:
+        with way_engine(name_or_path, prompts, params, keys, **changes) as engine:
+            seq_ids, outputs = [], []
+            for prompt, param in zip(prompts, params, strict=True):
+                seq_ids.append(engine.add_prompt(prompt, param))
+                outputs += engine.step()[0]
+            while not engine.scheduler.is_finished():
+                outputs += engine.step()[0]
+        found = {output.seq_id: output.token_ids for output in outputs}
+        return [found[seq_id] for seq_id in seq_ids]
+
+    return way
+
+
+register_way("joining at every step")(_joining())
+# Without graphs decode rows and chunks go through the model in one pass.
+register_way("joining in chunks of 5, eager")(_joining(max_prefill_tokens_beside_decode=5, enforce_eager=True))
+register_way("two ranks, joining in chunks of 5", on_request=True)(
+    _joining(world_size=2, max_prefill_tokens_beside_decode=5)
+)
 
 
 @register_way("streamed")
