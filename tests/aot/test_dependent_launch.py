@@ -6,9 +6,13 @@ import importlib
 import re
 
 import pytest
+import torch
+from harness import meta
 
 from tritonllm.kernels.compile_matrix import read
+from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.launch import Launch
+from tritonllm.kernels.recording import recording
 from tritonllm.kernels.targets import TARGETS
 
 _skinny = importlib.import_module("cases.skinny_linear")
@@ -48,3 +52,18 @@ def test_without_it_the_instructions_are_not_there() -> None:
     launch = _skinny.linears(_skinny.MODELS["qwen3-0.6b"], 1, TARGETS["sm_90"].shared_limit)[0]
     assert "launch_pdl" not in launch.options
     assert "griddepcontrol" not in launch.aot(TARGETS["sm_90"].gpu).asm["ptx"]
+
+
+def test_a_search_for_thresholds_reads_nothing_early() -> None:
+    target = TARGETS["sm_90"]
+    logits, top_ks = meta(64, 151936), meta(64, dtype=torch.int32)
+    temperatures, top_ps, out = (meta(64, dtype=torch.float32) for _ in range(3))
+    with recording(target.counts_as):
+        plan = plan_kept_threshold(logits, temperatures, top_ks, top_ps, out)
+    for launch in plan:
+        compiled = launch.aot(target.gpu)
+        assert launch.options["launch_pdl"]
+        assert read(compiled, target).spills == 0
+        before, _ = compiled.asm["ptx"].split(_WAIT)
+        assert before.count(_LAUNCH) == 1
+        assert not re.search(r"(ld|st|atom|red)\.\S*global", before)
