@@ -13,6 +13,8 @@ from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.kept_set_passes import COARSE, FINE_STEP, HIGH, LISTED, LOW, SUMS
 from tritonllm.testing.sampling_rows import Rows, generator, kept_by_sort, logits_row, strided
 
+SMALL = 1503  # tokens of which a bracket of the coarse edges fits the list
+
 # top_k, top_p, min_p
 PARAMETERS = [(0, 0.9, 0.0), (0, 0.97, 0.02), (40, 1.0, 0.0), (40, 0.8, 0.0), (60, 0.9, 0.05), (500, 0.95, 0.0)]
 
@@ -77,26 +79,25 @@ def test_the_size_of_the_list_does_not_matter(device: torch.device, name: str | 
 
 
 def test_a_list_that_holds_the_threshold_is_all_the_last_pass_reads(device: torch.device) -> None:
-    logits = strided(logits_row("normal", LARGE).expand(len(PARAMETERS), -1), device)
+    logits = strided(logits_row("normal", SMALL).expand(len(PARAMETERS), -1), device)
     rows = parameters_of(PARAMETERS, device)
     expected, _, _ = thresholds_of(logits, rows)
     thresholds, listed, steps = thresholds_of(logits, rows, forget_logits)
     assert torch.equal(thresholds, expected)
     assert not steps.any(), "a bracket was split that fits the list"
-    assert (listed[:2] < LARGE // 4).all(), "top-p lists what lies outside its bracket"
+    assert (listed[:2] < SMALL // 4).all(), "top-p lists what lies outside its bracket"
 
 
 def test_a_bracket_that_is_too_full_is_split(device: torch.device) -> None:
     parameters = [*PARAMETERS[:5], (0, 0.5, 0.0)]
-    logits = strided((logits_row("normal", LARGE) / 4).expand(len(parameters), -1), device)
+    logits = strided((logits_row("normal", SMALL) / 4).expand(len(parameters), -1), device)
     rows = parameters_of(parameters, device)
     expected, _, steps = thresholds_of(logits, rows)
     assert not steps.any()
-    capacity = 128 if LARGE < 8192 else 8192
-    thresholds, listed, steps = thresholds_of(logits.clone(), rows, forget_logits, tile=512, capacity=capacity)
+    thresholds, listed, steps = thresholds_of(logits.clone(), rows, forget_logits, tile=512, capacity=128)
     top_p = torch.tensor([top_k == 0 for top_k, _, _ in parameters])
     assert bool((steps[top_p] > 0).all())
-    assert bool((listed <= capacity).all())
+    assert bool((listed <= 128).all())
     assert torch.equal(thresholds, expected)
 
 
