@@ -98,7 +98,7 @@ class SamplingParams:
             as a tuple of pairs.
         allowed_token_ids: all other tokens are forbidden; None allows all.
         bad_words: strings that must not come up in the output, none of them empty; one string will do. Each is taken as
-            its tokens with and without a space in front: the last token is forbidden where the output ends with all
+            its tokens alone and behind a space: the last token is forbidden where the output ends with all
             before it, and the same text made of other tokens is not noticed. At most 512 such sequences, of at most 16
             tokens each. They need a tokenizer.
         min_tokens: no token that ends the text is chosen before so many others were: >= 0, at most `max_tokens`.

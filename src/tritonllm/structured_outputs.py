@@ -59,8 +59,8 @@ def _schema_text(schema: object) -> object:
     if isinstance(schema, str):
         try:
             known = isinstance(json.loads(schema), dict)
-        except ValueError as error:
-            raise RequestError(f"json={schema!r} is not JSON: {error}.") from error
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"json={schema[:200]!r} is not JSON that can be read: {error}.") from error
         if not known:
             raise RequestError(f"json={schema!r} is not a schema: give a JSON object.")
     return schema

@@ -128,7 +128,14 @@ GENERATION_MUTANTS = (
     Mutant("a mask has ids that the model lacks", _GRAMMARS, " & self._vocabulary", "", FORMS),
     Mutant("the end is allowed before min_tokens", _GRAMMARS, "allowed & ~self._ends", "allowed", FORMS),
     Mutant("min_tokens leaves nothing allowed", _GRAMMARS, "longer if longer.any() else allowed", "longer", FORMS),
-    Mutant("a grammar's error is not looked for", _GRAMMARS, "return self._error()", "return None", FORMS),
+    Mutant("a grammar's error is not looked for", _GRAMMARS, "return self.error", "return None", FORMS),
+    Mutant(
+        "an end that a failed grammar leaves is its end",
+        "tritonllm.engine.scheduler",
+        "if seq.matcher is not None and seq.matcher.error:",
+        "if False:",
+        FORMS,
+    ),
     Mutant(
         "a prompt's first token has no mask",
         "tritonllm.engine.inputs",

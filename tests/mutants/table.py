@@ -186,8 +186,15 @@ MUTANTS = (
     Mutant(
         "prompts that there is no place for count",
         _SCHEDULER,
-        "num_prompts = min(len(self.prefilling) + len(self.waiting), self.max_num_sequences - len(self.running))",
-        "num_prompts = len(self.prefilling) + len(self.waiting)",
+        "places = min(len(self.waiting), self.max_num_sequences - held)",
+        "places = len(self.waiting) if held < self.max_num_sequences else 0",
+        ("tests/unit/test_prefill_budget.py",),
+    ),
+    Mutant(
+        "prompts that there are no blocks for count",
+        _SCHEDULER,
+        "len(self.prefilling) + self._num_admissible(stalled), self",
+        "min(len(self.prefilling) + len(self.waiting), self.max_num_sequences - len(self.running)), self",
         ("tests/unit/test_prefill_budget.py",),
     ),
     Mutant(
@@ -221,8 +228,8 @@ MUTANTS = (
     Mutant(
         "a layer of one's own is given a mixed step",
         "tritonllm.models.decoder",
-        "and all(map(_is_of_the_kit, self.model.layers))",
-        "",
+        'return all(map(_is_of_the_kit, getattr(self.model, "layers", [None])))',
+        "return True",
         MIXED,
     ),
     Mutant(

@@ -75,6 +75,16 @@ def test_only_prompts_that_there_is_a_place_for_count() -> None:
     assert taken(engine) == (15, 16)
 
 
+def test_prompts_that_wait_for_blocks_do_not_count() -> None:
+    """They cannot be admitted, so longer chunks of the prompt under way would bring them nothing."""
+    engine = decoding(limit=16, count=1, blocks=60)
+    engine.add(sequence([7] * 200, 2))
+    assert taken(engine) == (1, 16)
+    for _ in range(8):
+        engine.add(sequence([8] * 100, 2))
+    assert [taken(engine) for _ in range(5)] == [(1, 16)] * 5
+
+
 def test_a_flood_is_computed_as_without_a_limit() -> None:
     plans = []
     for limit in (None, 16):

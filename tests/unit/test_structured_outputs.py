@@ -119,7 +119,14 @@ class TestMasks:
         for _ in range(4):
             assert not {EOS, end} & self.allowed(matcher)
             matcher.accept([engine.tokenizer.convert_tokens_to_ids("7")])
-        assert self.allowed(matcher) == {EOS}
+        assert self.allowed(matcher) == {EOS, end}
+
+    def test_other_tokens_that_end_the_text_are_allowed_with_its_end(self, engine, make) -> None:
+        digit, other = (engine.tokenizer.convert_tokens_to_ids(text) for text in "7x")
+        matcher = make(structured_outputs=StructuredOutputsParams(regex="[0-9]"), stop_token_ids=(other,))
+        assert other not in self.allowed(matcher)
+        matcher.accept([digit])
+        assert self.allowed(matcher) == {EOS, other}
 
     def test_a_token_that_does_not_fit_is_an_error_with_its_place(self, engine, make) -> None:
         matcher = make(structured_outputs=StructuredOutputsParams(regex="[0-9]+"))
@@ -327,6 +334,48 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine: LLMEngine, m
     assert result["token_ids"][1] == expected
     assert len(result["token_ids"][0]) == 3
     assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
+
+
+def test_a_grammar_that_fails_at_a_mask_ends_its_request_with_an_error(engine: LLMEngine, monkeypatch) -> None:
+    """llguidance then allows nothing but the end, which is no end of the form."""
+    make = engine._grammars.matcher
+
+    def failing(params: SamplingParams):
+        matcher = make(params)
+        compute = matcher.mask
+
+        def mask() -> bytes:
+            if matcher.num_tokens == 3:
+                matcher._matcher.consume_token(engine.tokenizer.convert_tokens_to_ids("!"))  # which does not fit
+            return compute()
+
+        matcher.mask = mask
+        return matcher
+
+    monkeypatch.setattr(engine._grammars, "matcher", failing)
+    result = engine.generate([PROMPT], FORMS["regex"])
+    assert result["finish_reason"] == ["error"]
+    assert result["errors"][0].startswith("the grammar cannot go on behind token")
+    assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
+
+
+@pytest.mark.parametrize("form", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}])
+def test_a_form_without_an_end_is_refused(engine: LLMEngine, form: dict) -> None:
+    with pytest.raises(RequestError, match=r"prompt 1: .*cannot be followed: ."):
+        engine.generate([PROMPT, PROMPT], [SamplingParams(), following(**form)])
+
+
+@pytest.mark.parametrize(
+    "form", [{"regex": "a\ud800"}, {"grammar": 'start: "\ud800"'}, {"json": '{"const":"\\ud800"}'}]
+)
+def test_text_that_is_not_unicode_is_refused(engine: LLMEngine, form: dict) -> None:
+    with pytest.raises(RequestError):
+        engine.generate([PROMPT], following(**form))
+
+
+def test_a_schema_too_deep_to_read_is_refused() -> None:
+    with pytest.raises(RequestError, match="is not JSON that can be read"):
+        StructuredOutputsParams(json='{"a":' * 100_000)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])

@@ -29,7 +29,7 @@ class GrammarMatcher:
     Args:
         matcher: an `llguidance.LLMatcher` at the start of the grammar, of its own.
         width: int32 words of the masks it fills.
-        vocab_size: of the model; masks are cut to it, or the tokens beyond are forbidden.
+        vocabulary: int32 words of the model's ids; masks are cut to them, and ids beyond are forbidden.
         min_tokens: tokens before which the text does not end if the grammar lets it go on.
         end_token_ids: what ends the text.
 
@@ -38,15 +38,16 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, matcher: Any, width: int, vocab_size: int, min_tokens: int, end_token_ids: Collection[int]
+        self, matcher: Any, width: int, vocabulary: np.ndarray, min_tokens: int, end_token_ids: Collection[int]
     ) -> None:
         self._matcher = matcher
-        self._words = np.zeros(max(width, -(-vocab_size // 32)), dtype=np.int32)
-        self._num_words = -(-vocab_size // 32)
+        self._num_words = len(vocabulary)
+        self._words = np.zeros(max(width, self._num_words), dtype=np.int32)
         self._filled = self._words[:width]
-        self._vocabulary = mask_words(range(vocab_size), self._num_words)
+        self._vocabulary = vocabulary
         self._min_tokens = min_tokens
-        self._ends = mask_words([token for token in end_token_ids if token < vocab_size], self._num_words)
+        words = 32 * self._num_words
+        self._ends = mask_words([token for token in end_token_ids if token < words], self._num_words) & vocabulary
         self.num_tokens = 0
 
     def accept(self, token_ids: list[int]) -> str | None:
@@ -55,21 +56,26 @@ class GrammarMatcher:
             self.num_tokens += 1
             if not self._matcher.consume_token(token):
                 break
-        return self._error()
+        return self.error
 
     def mask(self) -> bytes:
         """int32 words `[ceil(vocab_size / 32)]`: the tokens that may come next, a bit a token, the lowest bit first.
 
-        The ids that end the text are among them where the grammar may end, and alone where it must.
+        The ids that end the text are among them where the grammar may end, and alone where it must, or where it has
+        failed (`error`).
         """
         self._matcher.unsafe_compute_mask_ptr(self._filled.ctypes.data, self._filled.nbytes)
         allowed = self._words[: self._num_words] & self._vocabulary
+        if (allowed & self._ends).any():  # llguidance knows those of the model alone
+            allowed |= self._ends
         if self.num_tokens < self._min_tokens:
             longer = allowed & ~self._ends
             allowed = longer if longer.any() else allowed
         return allowed.tobytes()
 
-    def _error(self) -> str | None:
+    @property
+    def error(self) -> str | None:
+        """Why the text cannot go on, None if it can."""
         if not self._matcher.is_error():
             return None
         return f"the grammar cannot go on behind token {self.num_tokens}: {_first_line(self._matcher.get_error())}"
@@ -88,21 +94,27 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._vocabulary = mask_words(range(vocab_size), -(-vocab_size // 32))
         self._ll_tokenizer: Any = None  # made by the first request that needs it: it takes a moment
         self._compiled = lru_cache(_KEPT)(self._compile)
 
-    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
-        """A matcher for one completion of a request, None if that has no grammar.
+    def check(self, params: SamplingParams) -> None:
+        """Compile the grammar of a request, if it has one.
 
         Raises:
             RequestError: llguidance is not installed, does not know the tokenizer, or refuses the grammar.
         """
+        if params.structured_outputs is not None:
+            self._compiled(params.structured_outputs)
+
+    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        """A matcher for one completion of a request, None if that has no grammar. Raises as `check`."""
         if params.structured_outputs is None:
             return None
         start = self._compiled(params.structured_outputs)
         ends = {*self._eos_token_ids, *params.stop_token_ids}
         width = -(-self._ll_tokenizer.vocab_size // 32)
-        return GrammarMatcher(start.deep_copy(), width, self._vocab_size, params.min_tokens, ends)
+        return GrammarMatcher(start.deep_copy(), width, self._vocabulary, params.min_tokens, ends)
 
     def _compile(self, form: StructuredOutputsParams) -> Any:
         """An `LLMatcher` at the start of a grammar, to be copied."""
@@ -110,12 +122,15 @@ class Grammars:
             self._ll_tokenizer = self._make_tokenizer()
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._ll_tokenizer, _grammar_of(form, LLMatcher), log_level=0)
-        if matcher.is_error():
-            (name,) = (name for name in ("json", "regex", "choice", "grammar") if getattr(form, name) is not None)
-            value = repr(getattr(form, name))
-            value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-            raise RequestError(f"{name}={value} cannot be followed: {matcher.get_error().strip()}")
+        try:
+            matcher = LLMatcher(self._ll_tokenizer, _grammar_of(form, LLMatcher), log_level=0)
+        except (TypeError, ValueError) as error:  # such as of text that is not Unicode
+            raise _refusal(form, str(error)) from error
+        first = matcher.deep_copy()  # a grammar without an end, or that wants too much, fails at its first mask
+        first.compute_bitmask()
+        for tried in (matcher, first):
+            if tried.is_error():
+                raise _refusal(form, tried.get_error())
         return matcher
 
     def _make_tokenizer(self) -> Any:
@@ -140,6 +155,13 @@ class Grammars:
             raise RequestError(
                 f"structured_outputs cannot be used with the tokenizer {type(self._tokenizer).__name__}: {error}"
             ) from error
+
+
+def _refusal(form: StructuredOutputsParams, reason: str) -> RequestError:
+    (name,) = (name for name in ("json", "regex", "choice", "grammar") if getattr(form, name) is not None)
+    value = repr(getattr(form, name))
+    value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    return RequestError(f"{name}={value} cannot be followed: {reason.strip()}")
 
 
 def _grammar_of(form: StructuredOutputsParams, llmatcher: Any) -> str:

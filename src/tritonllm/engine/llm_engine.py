@@ -300,7 +300,7 @@ class LLMEngine:
         self.scheduler.check(len(token_ids), params.max_model_length)
         bad_words = tokenize_bad_words(params.bad_words, self.tokenizer)
         check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids, bad_words)
-        self._grammars.matcher(params)
+        self._grammars.check(params)
         return Request(token_ids, params, bad_words)
 
     def _check_all(

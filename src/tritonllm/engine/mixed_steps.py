@@ -42,7 +42,7 @@ class MixedSteps:
 
     def __init__(self, model: CausalLM) -> None:
         self.possible = isinstance(model, DecoderLM) and model.takes_mixed_steps
-        layers = model.model.layers if isinstance(model, DecoderLM) else ()
+        layers = model.model.layers if isinstance(model, DecoderLM) and self.possible else ()
         self._layer_weights = max((sum(each.numel() for each in layer.parameters()) for layer in layers), default=0)
 
     def share_pass(self, plan: StepPlan, graphs: PrefillGraphs) -> bool:

@@ -127,9 +127,7 @@ class Scheduler:
                 return steady_plan
             self._steady = None
         decoding, new_blocks, stalled = self._schedule_decode()
-        # Of those that wait only as many count as there are places for.
-        num_prompts = min(len(self.prefilling) + len(self.waiting), self.max_num_sequences - len(self.running))
-        limits = num_prompts, self.max_prefill_tokens_beside_decode
+        limits = len(self.prefilling) + self._num_admissible(stalled), self.max_prefill_tokens_beside_decode
         budget = prefill_budget(self.max_num_batched_tokens, len(decoding), *limits)
         prefilled = self._schedule_prefill(budget, stalled)
         if not decoding and not prefilled:
@@ -249,7 +247,9 @@ class Scheduler:
         seq.append_token(token)
         if seq.held_samples:
             self._release_samples(seq)
-        if token in seq.end_token_ids:
+        if seq.matcher is not None and seq.matcher.error:  # its mask let nothing but an end through
+            self._finish(seq, "error", seq.matcher.error)
+        elif token in seq.end_token_ids:
             seq.stop_reason = token
             self._finish(seq, "stop")
         elif len(seq) >= seq.max_length:
@@ -318,23 +318,15 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _schedule_prefill(self, budget: int, stalled: set[int]) -> list[tuple[Sequence, PrefillChunk]]:
-        """Prompt chunks within the budget: prompts under way first, then new ones in the order of their arrival.
-
-        Nobody new is admitted while a running sequence waits for a block.
-        """
+        """Prompt chunks within the budget: prompts under way first, then new ones in the order of their arrival."""
         prefilled: list[tuple[Sequence, PrefillChunk]] = []
         for seq in self.prefilling:
             if budget == 0:
                 break
             if seq.seq_id not in stalled:
                 budget -= self._take_chunk(seq, budget, prefilled)
-        while budget > 0 and self.waiting and not stalled:
-            seq = self.waiting[0]
-            held = len(self.running) + len(self.prefilling)
-            # One block in hand for each sequence that holds some, or the newcomer would soon be preempted again.
-            if held >= self.max_num_sequences or not self.block_manager.can_allocate(seq, reserve=held):
-                break
-            self.waiting.popleft()
+        while budget > 0 and self._num_admissible(stalled):
+            seq = self.waiting.popleft()
             self.block_manager.allocate(seq)
             seq.status = SequenceStatus.PREFILLING
             seq.admission = self._admissions
@@ -342,6 +334,14 @@ class Scheduler:
             self.prefilling.append(seq)
             budget -= self._take_chunk(seq, budget, prefilled)
         return prefilled
+
+    def _num_admissible(self, stalled: set[int]) -> int:
+        """Waiting sequences for which there are places; none while the first, or a running one, waits for blocks."""
+        held = len(self.running) + len(self.prefilling)
+        places = min(len(self.waiting), self.max_num_sequences - held)
+        # One block in hand for each sequence that holds some, or the newcomer would soon be preempted again.
+        fits = places > 0 and not stalled and self.block_manager.can_allocate(self.waiting[0], reserve=held)
+        return places if fits else 0
 
     @staticmethod
     def _take_chunk(seq: Sequence, budget: int, prefilled: list[tuple[Sequence, PrefillChunk]]) -> int:

@@ -274,7 +274,10 @@ class DecoderLM(nn.Module):
     @property
     def takes_mixed_steps(self) -> bool:
         """Whether `forward` may be given a `MixedMetadata`: everything that looks at one is the kit's own."""
-        return type(self).forward is DecoderLM.forward and all(map(_is_of_the_kit, self.model.layers))
+        if type(self).forward is not DecoderLM.forward or type(self.model).forward is not DecoderModel.forward:
+            return False
+        # A wrong model may have its layers elsewhere, which is for the loader to say.
+        return all(map(_is_of_the_kit, getattr(self.model, "layers", [None])))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[N, vocabulary]` of hidden states `[N, hidden_size]`."""
