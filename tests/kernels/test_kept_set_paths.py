@@ -51,7 +51,8 @@ def forget_logits(args: dict[str, torch.Tensor]) -> None:
 
 
 def forget_list(args: dict[str, torch.Tensor]) -> None:
-    args["list_ptr"].fill_(torch.inf)
+    """To what weighs nothing. (The mass of infinity is a number that depends on the hardware.)"""
+    args["list_ptr"].fill_(-torch.inf)
 
 
 def assert_kept(logits: torch.Tensor, thresholds: torch.Tensor, parameters: list[tuple[int, float, float]]) -> None:
