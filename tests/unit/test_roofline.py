@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from tritonllm.bench.limits import MEASURED, Limits, Rates
 from tritonllm.bench.roofline import GPUS, find_gpu, predict, table
 from tritonllm.bench.target import model_shape, shipped_shapes
-from tritonllm.cli import app
+from tritonllm.cli import make_app
 from tritonllm.errors import ConfigError
 
 QWEN = model_shape("Qwen3-0.6B")
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["roofline", *arguments])
+    result = CliRunner().invoke(make_app(), ["roofline", *arguments])
     return result.exit_code, result.output
 
 
@@ -128,7 +128,7 @@ class TestCommand:
 
     def test_torch_is_not_imported(self) -> None:
         program = (
-            "import sys\nfrom tritonllm.cli import app\n"
-            "app(['roofline', 'Qwen3-8B'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+            "import sys\nfrom tritonllm.cli import make_app\n"
+            "make_app()(['roofline', 'Qwen3-8B'], standalone_mode=False)\nassert 'torch' not in sys.modules"
         )
         assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0

@@ -8,40 +8,50 @@ inside the commands that need it, so `--help` answers at once.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
 
 from tritonllm import __version__
-from tritonllm.cli.bench import bench_app
-from tritonllm.cli.doctor import doctor
-from tritonllm.cli.kernels import kernels_app
-from tritonllm.cli.kernels_bench import kernels_bench
-from tritonllm.cli.listing import models
-from tritonllm.cli.model import chat, generate
-from tritonllm.cli.plugins import plugins_app
-from tritonllm.cli.roofline import roofline
 from tritonllm.cli.terminal import say, show_warning
 from tritonllm.errors import TritonLLMError
 
-# Help in plain text: rich would take longer to import than everything else together.
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (generate, chat, models, roofline, doctor):
-    app.command()(command)
-app.add_typer(bench_app, name="bench")
-kernels_app.command("bench")(kernels_bench)
-app.add_typer(kernels_app, name="kernels")
-app.add_typer(plugins_app, name="plugins")
+_MODULES = {
+    "generate": "model",
+    "chat": "model",
+    "models": "listing",
+    "roofline": "roofline",
+    "doctor": "doctor",
+    "bench": "bench",
+    "kernels": "kernels",
+    "plugins": "plugins",
+}
+"""Where each command is, in the order of the help."""
+
+
+def make_app(commands: Iterable[str] = _MODULES) -> typer.Typer:
+    """The command line with these commands alone: what a run does not ask for need not be imported and set up."""
+    # Help in plain text: rich would take longer to import than everything else together.
+    app = typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name in commands:
+        module = importlib.import_module(f"tritonllm.cli.{_MODULES[name]}")
+        if group := getattr(module, f"{name}_app", None):
+            app.add_typer(group, name=name)
+        else:
+            app.command()(getattr(module, name))
+    return app
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -57,7 +67,9 @@ def main(args: Sequence[str] | None = None) -> None:
             if sys.stdout is None:
                 raise OSError("standard output is closed")
             try:
-                app(args, prog_name="tritonllm")
+                words = sys.argv[1:] if args is None else list(args)
+                first = next((word for word in words if not word.startswith("-")), "")
+                make_app([first] if first in _MODULES else _MODULES)(words, prog_name="tritonllm")
             finally:
                 _flush_output()
         except (TritonLLMError, OSError) as error:
@@ -80,7 +92,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tritonllm.cli.bench_options import BlockSize, Budget, DType, EnforceEager, engine_config
+from tritonllm.cli.kernels_bench import kernels_bench
 from tritonllm.cli.terminal import print_json, say
 from tritonllm.errors import ConfigError
 
@@ -24,6 +25,7 @@ kernels_app = typer.Typer(
     rich_markup_mode=None,
     help="Compile a model's kernels for GPUs that need not be there, or measure them.",
 )
+kernels_app.command("bench")(kernels_bench)
 
 MaxNumSequences = Annotated[
     int, typer.Option("--max-num-sequences", min=1, help="Most requests decoded at once, as the engine will have it.")
