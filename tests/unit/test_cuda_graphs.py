@@ -11,6 +11,7 @@ from tritonllm import SamplingParams
 from tritonllm.engine.cuda_graphs import DecodeGraphs, bucket_sizes
 from tritonllm.engine.device_steps import CAPTURED, Part
 from tritonllm.engine.sequence import Choice
+from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_rows import CONTEXT_LEN, HEADER
 
 PROMPTS = [[2, 3, 4], [9] * 20, [7], [11, 12], [13] * 40, [14], [15] * 17, [16] * 16]
@@ -80,6 +81,12 @@ def test_without_a_graph_the_step_is_called_at_its_padded_size() -> None:
     graphs.run(2, Choice.FILTERED)
     plain = [(size, Part.PLAIN) for size in (1, 4, 8, 12, 12)]
     assert calls == [*plain, (2, Part.FORWARD), (2, Part.CONTROLLED_END), (2, Part.FILTERED)]
+
+
+def test_an_end_without_a_forward_pass_is_refused(make_engine) -> None:
+    steps = make_engine(max_num_sequences=2).runner._steps
+    with torch.inference_mode(), pytest.raises(EngineError, match="plain end of a step has no forward pass before it"):
+        steps.decode(1, Part.PLAIN_END)
 
 
 @pytest.mark.parametrize("controlled", [False, True])

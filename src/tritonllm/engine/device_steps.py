@@ -15,6 +15,7 @@ from tritonllm.engine.inputs import SamplingRows, StepInputs, row_inputs
 from tritonllm.engine.mixed_steps import MixedSteps
 from tritonllm.engine.sequence import Choice
 from tritonllm.engine.token_choice import TokenChoice
+from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import HEADER, advance_rows, load_rows
 from tritonllm.kernels.longest_first import FEW_ROWS, longest_first
@@ -104,7 +105,8 @@ class DeviceSteps:
         rows = self._rows[:num_rows]
         input_ids, positions, slots, context_lens = load_rows(self._rows, num_rows, *self._sizes)
         if part in (Part.PLAIN_END, Part.FILTERED_END, Part.CONTROLLED_END):
-            assert self.hidden is not None
+            if self.hidden is None:
+                raise EngineError(f"the {part.value} of a step has no forward pass before it; run Part.FORWARD first")
             hidden = self.hidden[:num_rows]
         else:
             order = longest_first(context_lens) if num_rows > FEW_ROWS else None
