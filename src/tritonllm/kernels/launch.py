@@ -8,7 +8,7 @@ the tests compile is what users run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -107,15 +107,36 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 _ahead: ContextVar[bool] = ContextVar("ahead", default=False)
 
 
+class _LoadingThreads(ThreadPoolExecutor):
+    """Threads that load what they have compiled.
+
+    For that, Triton 3.6 has a C compiler make a launcher for each kernel, which first launches would wait for one after
+    another.
+    """
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        def compile_and_load() -> Any:
+            kernel = compile_kernel()
+            _ = kernel.run  # a property that loads
+            return kernel
+
+        return super().submit(compile_and_load)
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, a kernel that was not compiled before is compiled by some thread, and its launches do nothing.
 
-    So the kernels of a program are compiled side by side by going through its launches once. All are compiled at the
-    end. What they would have written is not there, while kernels that had been compiled run: so whoever makes what
-    others look things up by must be among the latter.
+    So the kernels of a program are compiled side by side by going through its launches once. All are compiled and
+    loaded at the end. What they would have written is not there, while kernels that had been compiled run: so whoever
+    makes what others look things up by must be among the latter.
     """
-    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+    driver = triton.runtime.driver.active
+    here = driver.get_current_device()  # which a new thread does not inherit
+    with (
+        _LoadingThreads(initializer=driver.set_current_device, initargs=(here,)) as threads,
+        triton.AsyncCompileMode(threads),
+    ):
         token = _ahead.set(True)
         try:
             yield
