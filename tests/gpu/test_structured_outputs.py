@@ -22,6 +22,8 @@ FREE = SamplingParams(temperature=0.8, seed=6, max_tokens=40, ignore_eos=True)
 class Residues:
     """Stands for a grammar without a tokenizer: token i of a completion is i modulo 7."""
 
+    error = None  # it never fails
+
     def __init__(self, vocab_size: int) -> None:
         width = -(-vocab_size // 32)
         self._masks = [mask_words(range(rest, vocab_size, 7), width).tobytes() for rest in range(7)]
@@ -36,10 +38,22 @@ class Residues:
         return self._masks[self.num_tokens % 7]
 
 
+class ResidueGrammars:
+    """Stands for `Grammars`: every grammar is that one."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def check(self, params: SamplingParams) -> None:
+        pass
+
+    def matcher(self, params: SamplingParams) -> Residues | None:
+        return None if params.structured_outputs is None else Residues(self._vocab_size)
+
+
 def residues_of(llm: LLMEngine) -> LLMEngine:
     """The same engine, for which every grammar is that one."""
-    vocab_size = llm.model_config.vocab_size
-    llm._grammars.matcher = lambda params: None if params.structured_outputs is None else Residues(vocab_size)
+    llm._grammars = ResidueGrammars(llm.model_config.vocab_size)
     return llm
 
 
