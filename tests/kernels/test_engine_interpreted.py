@@ -6,6 +6,7 @@ Small on purpose (two layers, a few tokens): a program instance of the interpret
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,7 @@ def test_kernels_that_do_not_run_yet_leave_nothing_to_look_up_by(tmp_path, monke
     """A start compiles ahead by a pass in which kernels do nothing, so what they would have written is poison here."""
     save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=2), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 18}
+    driver = SimpleNamespace(get_current_device=lambda: 0, set_current_device=lambda device: None)
     skipped: set[str] = set()
     run = Launch.run
 
@@ -103,6 +105,8 @@ def test_kernels_that_do_not_run_yet_leave_nothing_to_look_up_by(tmp_path, monke
 
     with LLMEngine(str(tmp_path), device="cpu", **keys) as engine, monkeypatch.context() as patch:
         patch.setattr(Launch, "run", run_if_compiled)
+        # There is no driver to ask for the device, and nothing that a thread would compile.
+        patch.setattr("triton.runtime.driver", SimpleNamespace(active=driver))
         with contextlib.nullcontext() if compiled else pytest.raises(IndexError), torch.inference_mode():
             engine.runner._compile_ahead()
     assert not compiled or {"_decode_attention_kernel", "_prefill_attention_kernel", "_merge_kernel"} <= skipped
