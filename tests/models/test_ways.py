@@ -120,14 +120,15 @@ def test_two_ranks_give_the_tokens_of_one(tiny, family: str, heads: str, sampled
     assert_ways_agree(folder, prompts(), 24, ways, sampled=sampled, device="cpu")
 
 
+@pytest.mark.slow  # lane interpret compares whole models with transformers, and the test above engines
 @pytest.mark.parametrize(
     ("family", "heads", "sampled"),
     [
         ("llama", "4/2x32", False),
-        pytest.param("qwen3", "4/2x32", True, marks=pytest.mark.slow),
-        *(pytest.param(family, "4/2x32", False, marks=pytest.mark.slow) for family in FAMILIES[4:]),
+        ("qwen3", "4/2x32", True),
+        *((family, "4/2x32", False) for family in FAMILIES[4:]),
         *(
-            pytest.param(family, heads, False, marks=pytest.mark.slow)
+            (family, heads, False)
             for family, heads in zip(itertools.cycle(FAMILIES), HEAD_SHAPES, strict=False)
             if heads != "4/2x32"
         ),

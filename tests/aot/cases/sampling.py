@@ -48,8 +48,8 @@ def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     ]
 
 
-def _control(dtype: torch.dtype, whole: bool = False) -> list[Launch]:
-    """`adjust_logits` and `token_logprobs`; whole with min-p on what the first gives and without the top."""
+def _control(dtype: torch.dtype, widths: tuple[int, ...], min_p: bool = False) -> list[Launch]:
+    """`adjust_logits`, thresholds with min-p on what it gives, and `token_logprobs` of so many columns."""
     logits, adjusted = meta(_BATCH, _VOCAB_SIZE, dtype=dtype), meta(_BATCH, _VOCAB_SIZE, dtype=torch.float32)
     rows = meta(_BATCH, HEADER + 128, dtype=torch.int32)
     counts = meta(_BATCH, _VOCAB_SIZE, dtype=torch.int16)
@@ -58,20 +58,21 @@ def _control(dtype: torch.dtype, whole: bool = False) -> list[Launch]:
     tokens, ranks = (meta(_BATCH, dtype=torch.int32) for _ in range(2))
     floats = rows.view(torch.float32)
     launches = plan_adjust_logits(logits, rows, counts, masks, biases, bad_words, recent, adjusted)
-    if whole:
+    if min_p:
         thresholds = meta(_BATCH, dtype=torch.float32)
         launches += plan_kept_threshold(
             adjusted, floats[:, 2], rows[:, 3], floats[:, 4], thresholds, min_ps=floats[:, 7]
         )
-    for width in (1, 2, 21) if whole else (21,):
+    for width in widths:
         outputs = meta(_BATCH, width, dtype=torch.float32), meta(_BATCH, width, dtype=torch.int32), ranks
         launches += plan_token_logprobs(logits, tokens, rows[:, NUM_LOGPROBS], *outputs)
     return launches
 
 
 CASES = [
-    Case("controls-bf16", partial(_control, torch.bfloat16, whole=True)),
-    Case("controls-fp32", partial(_control, torch.float32)),
+    Case("controls-bf16", partial(_control, torch.bfloat16, (1, 2), min_p=True)),
+    Case("controls-bf16-widest", partial(_control, torch.bfloat16, (21,))),  # takes longest: not for every target
+    Case("controls-fp32", partial(_control, torch.float32, (21,))),
     Case("qwen3-bf16", partial(_sample, torch.bfloat16)),
     Case("qwen3-fp32", partial(_sample, torch.float32)),
     Case(
