@@ -41,6 +41,8 @@ FORMS = [
     gemv(4096, 1, 8),
     Form("one_shot", 8, 64, 4, split=16),
     Form("one_shot", 16, 256, 4, split=4),
+    Form("one_shot", 16, 32, 4, split=4, num_stages=2),
+    Form("one_shot", 16, 64, 4, split=4, num_stages=3),
     Form("looped", 16, 32, 4, split=4, num_stages=3),
     Form("looped", 32, 64, 4, num_stages=2),
 ]

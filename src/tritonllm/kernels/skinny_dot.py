@@ -63,6 +63,45 @@ def _store_outputs(
     tl.store(out_ptr + token.to(tl.int64) * out_stride + row, y, mask=(row < N) & (token < num_tokens))
 
 
+@triton.jit
+def _line_and_column(LINES: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
+    """Where the elements of a flat tile [LINES * SPLIT * BLOCK_K / 32, 32] lie in LINES rows of W, or tokens.
+
+    It is made so that the layout of its load has a warp for a part, and in that eight lines of four threads each.
+    """
+    index = tl.arange(0, LINES * SPLIT * BLOCK_K // 32)[:, None]
+    line = index % 8 + index // (8 * SPLIT) % (LINES // 8) * 8
+    column = index // 8 % SPLIT * BLOCK_K + index // (LINES * SPLIT) * 32
+    return line, column + tl.arange(0, 32)[None, :]
+
+
+@triton.jit
+def _unfold(tile, LINES: tl.constexpr, SPLIT: tl.constexpr):
+    """A flat tile with an axis for each: [BLOCK_K / 32, LINES / 8, SPLIT, 8, 32]."""
+    return tl.reshape(tile, [tile.shape[0] // (LINES * SPLIT), LINES // 8, SPLIT, 8, 32])
+
+
+@triton.jit
+def _load_tokens(x_ptrs, token, x_column, num_tokens, K):
+    """A tile of x, 0 where there is no token or no column."""
+    x_mask = (token < num_tokens) & (x_column < K)
+    return tl.load(x_ptrs, mask=x_mask, other=0.0)
+
+
+@triton.jit
+def _as_operand(tile):
+    """An unfolded tile as [SPLIT, LINES, BLOCK_K], with the columns of each 32 in another order.
+
+    Both operands have the same order: eight neighbours, which a thread reads at once, become those that it holds of an
+    operand. So both go from memory to the tensor cores without changing threads.
+    """
+    PIECES: tl.constexpr = tile.shape[0]
+    EIGHTS: tl.constexpr = tile.shape[1]
+    SPLIT: tl.constexpr = tile.shape[2]
+    tile = tl.reshape(tile, [PIECES, EIGHTS, SPLIT, 8, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(tile, [2, 1, 3, 0, 5, 6, 4, 7]), [SPLIT, EIGHTS * 8, PIECES * 32])
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _one_shot_kernel(
     x_ptr,
@@ -82,44 +121,73 @@ def _one_shot_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of K in one step: K <= SPLIT * BLOCK_K, SPLIT >= 2."""
+    """Any K, in steps of SPLIT * BLOCK_K through registers, STAGES of them in flight, the first of these before the
+    wait. SPLIT >= 2."""
     if PDL:
         launch_dependents()
     ROWS: tl.constexpr = BLOCK_N * (2 if GATED else 1)
-    WHOLE_K: tl.constexpr = K == SPLIT * BLOCK_K
+    STEP: tl.constexpr = SPLIT * BLOCK_K
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    AHEAD: tl.constexpr = min(STAGES, STEPS)
+    WHOLE_K: tl.constexpr = K % STEP == 0
     first_row = tl.program_id(0) * BLOCK_N
-    row, row_exists, column, x_column, token = _axes(first_row, N, ROWS, BLOCK_N, BLOCK_K, BLOCK_M, SPLIT)
+    n, column = _line_and_column(ROWS, BLOCK_K, SPLIT)
+    row = (first_row + n % BLOCK_N).to(tl.int64) + n // BLOCK_N * N
+    row_exists = first_row + n % BLOCK_N < N
+    weight_ptrs = weight_ptr + row * K + column
+    token, x_column = _line_and_column(BLOCK_M, BLOCK_K, SPLIT)
+    x_ptrs = x_ptr + token.to(tl.int64) * x_stride + x_column
+    norm_column = _line_and_column(8, BLOCK_K, SPLIT)[1]  # of eight equal lines, in the layout of x
 
     bias, up_bias, residual = None, None, None
     if bias_ptr is not None:
         bias = _load_bias(bias_ptr, first_row, N, BLOCK_N)
         if GATED:
             up_bias = _load_bias(bias_ptr + N, first_row, N, BLOCK_N)
+    weights, xs, norms = (), (), ()
+    for step in tl.static_range(AHEAD):
+        mask = row_exists & (column < K - step * STEP)
+        weights = weights + (load_weight(weight_ptrs + step * STEP, mask, WHOLE_K and N % BLOCK_N == 0),)
     if norm_ptr is not None:
-        norm = load_whole(norm_ptr + x_column, x_column < K, WHOLE_K)
-    # Read as integers: what is read as an operand goes to shared memory piece by piece, with few loads in flight.
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    bits: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
-    bits_ptr = weight_ptr.to(tl.pointer_type(bits), bitcast=True)
-    mask = row_exists & (column < K)
-    weight = load_weight(bits_ptr + row * K + column, mask, WHOLE_K and N % BLOCK_N == 0)
-    weight = weight.to(dtype, bitcast=True)  # [SPLIT, ROWS, BLOCK_K]
+        for step in tl.static_range(AHEAD):
+            mask = norm_column < K - step * STEP
+            norms = norms + (load_whole(norm_ptr + step * STEP + norm_column, mask, WHOLE_K),)
     if PDL:
         wait_for_previous()
 
-    x_mask = (token < num_tokens) & (x_column < K)
-    x = tl.load(x_ptr + token.to(tl.int64) * x_stride + x_column, mask=x_mask, other=0.0)  # [SPLIT, BLOCK_K, BLOCK_M]
+    for step in tl.static_range(AHEAD):
+        xs = xs + (_load_tokens(x_ptrs + step * STEP, token, x_column, num_tokens, K - step * STEP),)
     if residual_ptr is not None:
         residual = _load_residual(residual_ptr, first_row, num_tokens, residual_stride, N, BLOCK_N, BLOCK_M)
     if norm_ptr is not None:
-        squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1, keep_dims=True)
-        squares = tl.sum(squares, axis=0, keep_dims=True)  # [1, 1, BLOCK_M]
-        x = scale_and_weigh(x, inverse_rms(squares, eps, K), norm)
-    acc = tl.dot(weight, x, input_precision="ieee")  # [SPLIT, ROWS, BLOCK_M]
+        squares = tl.zeros(xs[0].shape, tl.float32)
+        for step in tl.static_range(STEPS):
+            if step < AHEAD:
+                part = xs[step].to(tl.float32)
+            else:
+                part = _load_tokens(x_ptrs + step * STEP, token, x_column, num_tokens, K - step * STEP).to(tl.float32)
+            squares += part * part
+        squares = tl.sum(tl.sum(_unfold(squares, BLOCK_M, SPLIT), axis=0, keep_dims=True), axis=4, keep_dims=True)
+        scale = inverse_rms(tl.sum(squares, axis=2, keep_dims=True), eps, K)  # [1, BLOCK_M / 8, 1, 8, 1]
+    acc = tl.zeros([SPLIT, ROWS, BLOCK_M], tl.float32)
+    for step in tl.static_range(STEPS):
+        x = _unfold(xs[step], BLOCK_M, SPLIT)
+        if norm_ptr is not None:
+            x = scale_and_weigh(x, scale, _unfold(norms[step], 8, SPLIT))
+        weight = _as_operand(_unfold(weights[step], ROWS, SPLIT))
+        acc = tl.dot(weight, tl.trans(_as_operand(x), 0, 2, 1), acc, input_precision="ieee")
+        if step + AHEAD < STEPS:
+            start = (step + AHEAD) * STEP
+            mask = row_exists & (column < K - start)
+            weights = weights + (load_weight(weight_ptrs + start, mask, WHOLE_K and N % BLOCK_N == 0),)
+            xs = xs + (_load_tokens(x_ptrs + start, token, x_column, num_tokens, K - start),)
+            if norm_ptr is not None:
+                norms = norms + (load_whole(norm_ptr + start + norm_column, norm_column < K - start, WHOLE_K),)
     _store_outputs(
         acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
         BLOCK_N, BLOCK_M, SPLIT, GATED, ACTIVATION,

@@ -154,7 +154,7 @@ def plan_skinny_linear(
         constexprs |= {"BLOCK_M": block_m, "SPLIT": form.split}
         if form.kind == "looped":
             constexprs["STATISTICS_K"] = statistics_columns(block_m, form.num_warps, limit)
-            constexprs["STAGES"] = form.num_stages
+        constexprs["STAGES"] = form.num_stages
     options = {"num_warps": form.num_warps, "num_stages": form.num_stages}
     return Launch(
         kernel=kernel,

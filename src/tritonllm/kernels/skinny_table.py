@@ -94,8 +94,8 @@ def _gemv_form(columns: int, rows: int, itemsize: int, gated: bool, normed: bool
 
 def _one_shot_form(columns: int, gated: bool, block_m: int) -> Form:
     """16 rows of the weight a program, in 64 registers of each thread or 128 for the longest rows; and all of x."""
-    step = max(128, 1 << (columns - 1).bit_length())
-    num_warps = 4 if step <= 1024 and block_m == 8 else 8
+    num_warps = 4 if columns <= 1024 and block_m == 8 else 8
+    step = max(32 * num_warps, 1 << (columns - 1).bit_length())
     return Form("one_shot", 8 if gated else 16, step // num_warps, num_warps, split=num_warps)
 
 
