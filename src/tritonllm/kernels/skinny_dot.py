@@ -4,6 +4,9 @@ A step may divide its part of the sum over K into SPLIT parts, a leading axis of
 so that a program of few rows keeps several warps busy. A gated tile stacks BLOCK_N gate rows and BLOCK_N up rows.
 """
 
+# A jitted body is Triton, where a tuple may grow:
+# mypy: disable-error-code="assignment,var-annotated"
+
 from __future__ import annotations
 
 import triton
@@ -46,6 +49,21 @@ def _load_bias(pointer, first_row, N, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _add_parts(acc):
+    """Sum over the leading axis, by halves.
+
+    `tl.sum` over parts of several warps passes through shared memory twice, and what it gives once more on its way to
+    another layout. Here the parts change threads once, straight into the layout that the sum is used in.
+    """
+    if acc.shape[0] == 1:
+        return tl.reshape(acc, [acc.shape[1], acc.shape[2]])
+    else:
+        halves = tl.reshape(acc, [2, acc.shape[0] // 2, acc.shape[1], acc.shape[2]])
+        first, second = tl.split(tl.permute(halves, [1, 2, 3, 0]))
+        return _add_parts(first + second)
+
+
+@triton.jit
 def _store_outputs(
     acc, bias, up_bias, residual, out_ptr, first_row, num_tokens, out_stride, N,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
@@ -53,7 +71,7 @@ def _store_outputs(
 ):  # fmt: skip
     """Add up the parts of a tile, finish its outputs and write them."""
     if SPLIT > 1:
-        acc = tl.sum(acc, axis=0)
+        acc = _add_parts(acc)
     if GATED:
         product, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
     else:
@@ -172,8 +190,9 @@ def _one_shot_kernel(
             else:
                 part = _load_tokens(x_ptrs + step * STEP, token, x_column, num_tokens, K - step * STEP).to(tl.float32)
             squares += part * part
-        squares = tl.sum(tl.sum(_unfold(squares, BLOCK_M, SPLIT), axis=0, keep_dims=True), axis=4, keep_dims=True)
-        scale = inverse_rms(tl.sum(squares, axis=2, keep_dims=True), eps, K)  # [1, BLOCK_M / 8, 1, 8, 1]
+        squares = tl.sum(tl.sum(_unfold(squares, BLOCK_M, SPLIT), axis=0), axis=3)  # [BLOCK_M / 8, SPLIT, 8]
+        squares = _add_parts(tl.permute(squares, [1, 0, 2]))
+        scale = inverse_rms(squares, eps, K)[None, :, None, :, None]
     acc = tl.zeros([SPLIT, ROWS, BLOCK_M], tl.float32)
     for step in tl.static_range(STEPS):
         x = _unfold(xs[step], BLOCK_M, SPLIT)
