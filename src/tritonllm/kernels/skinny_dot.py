@@ -183,7 +183,7 @@ def _one_shot_kernel(
     if residual_ptr is not None:
         residual = _load_residual(residual_ptr, first_row, num_tokens, residual_stride, N, BLOCK_N, BLOCK_M)
     if norm_ptr is not None:
-        squares = tl.zeros(xs[0].shape, tl.float32)
+        squares = tl.zeros([BLOCK_M * STEP // 32, 32], tl.float32)
         for step in tl.static_range(STEPS):
             if step < AHEAD:
                 part = xs[step].to(tl.float32)
