@@ -39,10 +39,10 @@ FORMS = [
     gemv(512, 4, 4),
     gemv(1024, 4, 4),
     gemv(4096, 1, 8),
-    Form("one_shot", 8, 64, 4, split=16),
-    Form("one_shot", 16, 256, 4, split=4),
-    Form("one_shot", 16, 32, 4, split=4, num_stages=2),
-    Form("one_shot", 16, 64, 4, split=4, num_stages=3),
+    Form("direct", 8, 64, 4, split=16),
+    Form("direct", 16, 256, 4, split=4),
+    Form("direct", 16, 32, 4, split=4, num_stages=2),
+    Form("direct", 16, 64, 4, split=4, num_stages=3),
     Form("looped", 16, 32, 4, split=4, num_stages=3),
     Form("looped", 32, 64, 4, num_stages=2),
 ]
@@ -119,7 +119,7 @@ def test_matches_the_separate_ops(data, seed, tokens, columns, outputs, padding,
 def test_every_form_at_any_shape(form, data, seed, columns, outputs, padding, fused, device, dtypes):
     """Whatever the table says today, every form is right where it can run: with rows and columns left over or not."""
     # Never chosen in float32, for which a step of this size takes the compiler minutes.
-    fitting = [dtype for dtype in dtypes if interpreting() or form.kind != "one_shot" or dtype.itemsize == 2]
+    fitting = [dtype for dtype in dtypes if interpreting() or form.kind != "direct" or dtype.itemsize == 2]
     dtype = data.draw(st.sampled_from(fitting))
     tokens = 1 if form.kind == "gemv" else data.draw(st.integers(1, MAX_ROWS))
     layer = Layer.draw(Draw(seed, device), tokens, columns, outputs, padding, dtype, fused)
@@ -143,7 +143,7 @@ def test_one_row_equals_many(data, seed, tokens, columns, outputs, fused, device
 def test_more_rows_change_no_bit(data, seed, tokens, columns, outputs, fused, device, dtypes):
     """Within a bucket of the same form a row's result does not depend on the rows beside it."""
     dtype = data.draw(st.sampled_from(dtypes))
-    form = Form("looped", 16, 64, 4, num_stages=2) if dtype == torch.float32 else Form("one_shot", 16, 256, 4, split=4)
+    form = Form("looped", 16, 64, 4, num_stages=2) if dtype == torch.float32 else Form("direct", 16, 256, 4, split=4)
     layer = Layer.draw(Draw(seed, device), 8, columns, outputs, 0, dtype, fused)
     few = Layer(layer.x[:tokens], layer.weight, dict(layer.fused))
     if fused["residual"]:
@@ -247,7 +247,7 @@ def test_every_shape_has_a_form_that_fits(itemsize, shared_memory):
             for rows in (2, 1024, 6144, 16384, 151936):
                 for gated in (False, True):
                     form = choose_form(UNTUNED, tokens, columns, rows, itemsize, gated, True, shared_memory)
-                    if form.kind == "one_shot":
+                    if form.kind == "direct":
                         assert form.split * form.block_k >= columns
                     tile = (
                         form.split

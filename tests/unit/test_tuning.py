@@ -27,7 +27,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = 227 * 1024
 TABLES = sorted((Path(tritonllm.__file__).parent / "kernels" / "tuned").glob("*.json"))
 LOOPED = Form("looped", 32, 64, 4, split=2, num_stages=3)
-ONE_SHOT = Form("one_shot", 16, 256, 8, split=8)
+DIRECT = Form("direct", 16, 256, 8, split=8)
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 
 # What the table of Hopper was when it stood in the code: it was asked unless a norm of long rows was fused.
@@ -106,9 +106,9 @@ class TestLookUp:
         with pytest.raises(KernelError, match=rf"{LOOPED.kind}.* for 16 tokens, 1024 columns.* {shared_memory} bytes"):
             choice(used, 16, gated=gated, shared_memory=shared_memory)
 
-    def test_one_shot_takes_what_the_rules_let_it_take(self) -> None:
-        used = table({LinearKey(2048, 1024, False, False, 8): ONE_SHOT})
-        assert choice(used, 8, 2048, 1024, shared_memory=64 * 1024 + 1) == ONE_SHOT
+    def test_direct_takes_what_the_rules_let_it_take(self) -> None:
+        used = table({LinearKey(2048, 1024, False, False, 8): DIRECT})
+        assert choice(used, 8, 2048, 1024, shared_memory=64 * 1024 + 1) == DIRECT
         with pytest.raises(KernelError, match="does not fit the 65536 bytes"):
             choice(used, 8, 2048, 1024, shared_memory=64 * 1024)
 
@@ -137,7 +137,7 @@ class TestLookUp:
 class TestFile:
     LINEARS = {
         LinearKey(2048, 1024, True, True, 16): LOOPED,
-        LinearKey(2048, 1024, False, False, 8): ONE_SHOT,
+        LinearKey(2048, 1024, False, False, 8): DIRECT,
         LinearKey(1024, 151936, False, False, 1): gemv(256, 8, 4),
     }
 
@@ -168,7 +168,7 @@ class TestFile:
             (("linears", 1, "tokens"), 3, r"linears\[1\].tokens is 3 and must be one of 1, 2, 4, 8, 16"),
             (("linears", 0, "tokens"), 2, r"linears\[0\].tokens is 2 and must be 1, which is all that gemv"),
             (("linears", 0, "colums"), 2, r"linears\[0\] is .* and must be an object without colums"),
-            (("linears", 0, "form", "kind"), "gemm", r"form.kind is gemm and must be one of gemv, one_shot, looped"),
+            (("linears", 0, "form", "kind"), "gemm", r"form.kind is gemm and must be one of gemv, direct, looped"),
             (("linears", 0, "form", "block_k"), 96, r"linears\[0\].form.block_k is 96 and must be a power of two"),
             (("linears", 2, "form", "block_n"), 24, "block_n is 24 and must be a power of two"),
             (("linears", 2, "form", "block_k"), 8, "block_k is 8 and must be an integer >= 16"),

@@ -152,7 +152,7 @@ def _all_forms(shape: Shape, tokens: int) -> Iterator[Form]:
         for num_warps in (4, 8):
             for tile_rows in (16, 32):
                 if tile_rows * step <= num_warps * 32 * 256:
-                    yield Form("one_shot", tile_rows // halves, step // num_warps, num_warps, split=num_warps)
+                    yield Form("direct", tile_rows // halves, step // num_warps, num_warps, split=num_warps)
     for tile_rows, block_k, num_warps, split, stages in (
         (16, 64, 4, 4, 5), (16, 128, 4, 4, 4), (32, 64, 4, 4, 4), (32, 128, 2, 1, 5), (32, 128, 4, 1, 5),
         (64, 128, 4, 1, 4), (64, 64, 4, 1, 6), (128, 64, 4, 1, 4),

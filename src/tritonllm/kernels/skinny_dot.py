@@ -121,7 +121,7 @@ def _as_operand(tile):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _one_shot_kernel(
+def _direct_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,

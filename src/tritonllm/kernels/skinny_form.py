@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["gemv", "one_shot", "looped"]
+Kind = Literal["gemv", "direct", "looped"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 _LANE_LOAD = 8  # 16-bit elements that a thread loads at once
@@ -17,14 +17,14 @@ class Form:
     """A kernel and its tile.
 
     Attributes:
-        kind: "gemv" multiplies one token on the plain cores; "one_shot" holds its rows of the weight in registers
-            and uses the tensor cores; "looped" streams the rows through shared memory.
+        kind: "gemv" multiplies one token on the plain cores; "direct" reads both operands of the tensor
+            cores straight into registers; "looped" streams them through shared memory.
         block_n: output columns (rows of the weight) of a tile.
         block_k: columns of the weight in a step; of each part if there are several.
         num_warps: warps of a program.
         tiles: tiles of block_n rows that a gemv program takes.
         split: parts into which a step divides the sum, one to a warp or more; 1 uses plain matrices.
-        num_stages: steps in flight in a looped form.
+        num_stages: steps in flight in a direct or a looped form.
         x_rows: equal rows in which a gemv program holds x.
     """
 
@@ -43,10 +43,12 @@ class Form:
     def fits(self, block_m: int, gated: bool, itemsize: int, shared_memory: int) -> bool:
         """Whether a program's tiles, with block_m columns of tokens, fit into that many bytes of shared memory."""
         step = self.block_k * self.split * itemsize
-        if self.kind == "one_shot":
-            return step * 16 < shared_memory  # all of x, counted as 16 tokens whatever block_m is
+        rows = self.block_n * (2 if gated else 1)
+        if self.kind == "direct":
+            # The parts of the sums change threads there; so does a step of x where its layout is no operand's.
+            return max(4 * self.split * rows, step) * block_m <= shared_memory
         if self.kind == "looped":
-            return self.num_stages * step * (self.block_n * (2 if gated else 1) + block_m) <= shared_memory
+            return self.num_stages * step * (rows + block_m) <= shared_memory
         return True
 
 

@@ -13,9 +13,11 @@ from tritonllm.kernels.skinny_form import Form, gemv
 from tritonllm.kernels.tuning_table import Tuning
 
 _MANY_ROWS = 65536  # a vocabulary: so many programs that each should take more rows
-_ONE_SHOT_COLUMNS = 2048  # longest rows of which a program can hold 16, and all of x, in registers
-_ONE_SHOT_COLUMNS_FEW = 3072  # the same for at most 8 tokens without a norm
-_ONE_SHOT_ELEMENTS = 24 << 20  # beyond, every program rereading x costs too much
+_DIRECT_COLUMNS = 8192  # longest rows that the direct form was measured with
+_DIRECT_COLUMNS_NORMED = 2048  # the same with a norm; it needs all of x first, and more steps of it spill registers
+_DIRECT_COLUMNS_AMD = 1024  # longer rows take several steps, which spill registers there
+_DIRECT_ELEMENTS = 24 << 20  # beyond, programs have less to wait for and more of x to reread: looped for many tokens
+_DIRECT_ELEMENTS_OF_ONE = 16 << 20  # beyond, one token takes only the time of reading the weight in the gemv form too
 _AMD_SHARED_MEMORY = 64 * 1024  # no NVIDIA GPU from Ampere on has so little
 _GEMV_COLUMNS = 65536  # longest row that a program of eight warps can hold
 
@@ -68,16 +70,16 @@ def choose_form(
             ),
         )
         return tuned
+    direct = itemsize == 2 and _goes_direct(columns, rows, normed, block_m, shared_memory)
     if tokens == 1 and columns <= _GEMV_COLUMNS * 2 // itemsize:
+        if direct and shared_memory > _AMD_SHARED_MEMORY and rows * columns <= _DIRECT_ELEMENTS_OF_ONE:
+            return _direct_form(columns, rows, gated, normed, block_m, shared_memory)
         return _gemv_form(columns, rows, itemsize, gated, normed)
     if itemsize == 4:
         # Exact products run on plain cores, whose operands fill the registers: more rows take more threads.
         return Form("looped", block_n=32, block_k=32, num_warps=4 if tokens <= 8 else 8, num_stages=2)
-    longest = _ONE_SHOT_COLUMNS_FEW if block_m == 8 and not normed else _ONE_SHOT_COLUMNS
-    if columns <= longest and rows * columns <= _ONE_SHOT_ELEMENTS:
-        form = _one_shot_form(columns, gated, block_m)
-        if form.fits(block_m, gated, itemsize, shared_memory):
-            return form
+    if direct:
+        return _direct_form(columns, rows, gated, normed, block_m, shared_memory)
     return _looped_form(columns, rows, gated, normed, block_m, shared_memory)
 
 
@@ -92,11 +94,37 @@ def _gemv_form(columns: int, rows: int, itemsize: int, gated: bool, normed: bool
     return gemv(256, 4, 2 if columns <= 2048 and not gated else 4)
 
 
-def _one_shot_form(columns: int, gated: bool, block_m: int) -> Form:
-    """16 rows of the weight a program, in 64 registers of each thread or 128 for the longest rows; and all of x."""
-    num_warps = 4 if columns <= 1024 and block_m == 8 else 8
-    step = max(32 * num_warps, 1 << (columns - 1).bit_length())
-    return Form("one_shot", 8 if gated else 16, step // num_warps, num_warps, split=num_warps)
+def _goes_direct(columns: int, rows: int, normed: bool, block_m: int, shared_memory: int) -> bool:
+    """Whether the direct form serves a layer of 16-bit elements, several tokens or one that gemv does not serve."""
+    if shared_memory <= _AMD_SHARED_MEMORY:
+        longest = _DIRECT_COLUMNS_AMD
+    else:
+        longest = _DIRECT_COLUMNS_NORMED if normed else _DIRECT_COLUMNS
+    return columns <= longest and rows < _MANY_ROWS and (block_m == 8 or rows * columns <= _DIRECT_ELEMENTS)
+
+
+def _direct_form(columns: int, rows: int, gated: bool, normed: bool, block_m: int, shared_memory: int) -> Form:
+    """A row of up to 1024 columns in one step, longer ones in as many in flight as registers hold."""
+    step = 1024
+    if columns <= 1024:
+        step = max(256, 1 << (columns - 1).bit_length())
+        tile_rows, num_warps, stages = 32, max(4, step // 128), 1
+    elif block_m == 8 and rows * columns > _DIRECT_ELEMENTS:
+        tile_rows, step, num_warps, stages = 16, 512, 4, 2
+    elif columns % 512 != 0:  # masks take registers too
+        tile_rows, num_warps, stages = 16, 8, 2
+    elif columns % 1024 != 0:
+        tile_rows, step, num_warps, stages = 32, 512, 8, 3
+    elif block_m == 8 and columns > 4096 and columns % 2048 == 0:
+        tile_rows, step, num_warps, stages = 16, 2048, 16, 2
+    elif 2048 < columns <= 3072 or (block_m == 8 and columns > 2048):
+        tile_rows, num_warps, stages = 32, 16, 3
+    else:
+        tile_rows, num_warps, stages = 32, 8, 2
+    if normed and block_m == 16 and (columns > 1024 or shared_memory <= _AMD_SHARED_MEMORY):
+        tile_rows = 16  # so do the norm's weight and more tokens
+    block_n, block_k = tile_rows // (2 if gated else 1), step // num_warps
+    return Form("direct", block_n, block_k, num_warps, split=num_warps, num_stages=stages)
 
 
 def _looped_form(columns: int, rows: int, gated: bool, normed: bool, block_m: int, shared_memory: int) -> Form:

@@ -98,13 +98,6 @@ class _Reader:
         self._check(
             form.kind != "gemv" or key.tokens == 1, f"{where}.tokens", key.tokens, "1, which is all that gemv takes"
         )
-        step = form.split * form.block_k
-        self._check(
-            form.kind != "one_shot" or step >= key.columns,
-            f"{where}.form",
-            f"{form.split} parts of {form.block_k} columns",
-            f"all {key.columns} columns, in the one step of one_shot",
-        )
         return key, form
 
     def _form(self, value: Any, where: str) -> Form:
@@ -122,9 +115,10 @@ class _Reader:
             self._integer(f"{where}.split", form.split, high=1)
         else:
             self._integer(f"{where}.tiles", form.tiles, high=1)
-        if kind == "one_shot":
+        if kind == "direct":
+            self._integer(f"{where}.block_k", form.block_k, low=32)  # an operand is read in pieces of 32 columns
             self._integer(f"{where}.split", form.split, low=2)
-        if kind != "looped":
+        if kind == "gemv":
             self._integer(f"{where}.num_stages", form.num_stages, high=1)
         return form
 
