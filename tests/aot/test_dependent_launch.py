@@ -20,9 +20,9 @@ _LAUNCH, _WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 _WEIGHT_LOAD = r"ld\.global\S*evict_first\S*"
 
 
-def _launches(target: str, tokens: int) -> list[Launch]:
+def _launches(target: str, tokens: int, model: str = "qwen3-0.6b") -> list[Launch]:
     tuning, shared_memory = TARGETS[target].tuning, TARGETS[target].shared_limit
-    return _skinny.linears(_skinny.MODELS["qwen3-0.6b"], tokens, shared_memory, pdl=True, tuning=tuning)
+    return _skinny.linears(_skinny.MODELS[model], tokens, shared_memory, pdl=True, tuning=tuning)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -38,6 +38,18 @@ def test_weights_are_requested_before_the_wait(tokens: int) -> None:
             assert loads
             assert not re.findall(_WEIGHT_LOAD, after)
             assert all(".v4.b32" in load for load in loads), "not 16 bytes a thread"
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_the_first_steps_of_a_long_row_are_requested_before_the_wait(tokens: int) -> None:
+    """Two of the four of Llama's down projection, or of its eight for more tokens."""
+    launch = _launches("sm_90", tokens, "llama-3.2-1b")[3]
+    constexprs = launch.constexprs
+    step = constexprs["SPLIT"] * constexprs["BLOCK_K"]
+    assert constexprs["STAGES"] * step < constexprs["K"]
+    before, after = launch.aot(TARGETS["sm_90"].gpu).asm["ptx"].split(_WAIT)
+    first, rest = (len(re.findall(_WEIGHT_LOAD, part)) for part in (before, after))
+    assert first * constexprs["K"] == (first + rest) * constexprs["STAGES"] * step
 
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])

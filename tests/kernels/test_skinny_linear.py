@@ -247,15 +247,28 @@ def test_every_shape_has_a_form_that_fits(itemsize, shared_memory):
             for rows in (2, 1024, 6144, 16384, 151936):
                 for gated in (False, True):
                     form = choose_form(UNTUNED, tokens, columns, rows, itemsize, gated, True, shared_memory)
-                    if form.kind == "direct":
-                        assert form.split * form.block_k >= columns
-                    tile = (
-                        form.split
-                        * form.block_k
-                        * (form.block_n * (1 + gated) + token_block(tokens, shared_memory))
-                        * itemsize
-                    )
-                    assert form.kind != "looped" or tile * form.num_stages <= shared_memory
+                    assert form.fits(token_block(tokens, shared_memory), gated, itemsize, shared_memory)
+                    assert form.kind != "direct" or (itemsize == 2 and form.split > 1 and form.block_k >= 32)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_direct_forms_leave_less_than_a_step_over(normed):
+    """No step is all padding, nor is there a stage without one."""
+    for tokens, shared_memory in ((2, 227 * 1024), (16, 99 * 1024), (8, 64 * 1024)):
+        for columns in (1, 300, 576, 896, 1024, 1152, 1536, 2048, 3000, 3072, 4096, 4864, 8192, 12288):
+            form = choose_form(UNTUNED, tokens, columns, 4096, 2, False, normed, shared_memory)
+            step = form.split * form.block_k
+            if form.kind == "direct":
+                assert form.num_stages <= -(-columns // step)
+                assert step < 2 * columns or step == 256
+
+
+def test_rows_without_left_over_columns_take_whole_steps():
+    for columns in (1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
+        for tokens in (8, 16):
+            form = choose_form(UNTUNED, tokens, columns, 1024, 2, False, False, 227 * 1024)
+            assert form.kind == "direct"
+            assert columns % (form.split * form.block_k) == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HOPPER = 227 * 1024
 TABLES = sorted((Path(tritonllm.__file__).parent / "kernels" / "tuned").glob("*.json"))
 LOOPED = Form("looped", 32, 64, 4, split=2, num_stages=3)
-DIRECT = Form("direct", 16, 256, 8, split=8)
+DIRECT = Form("direct", 32, 128, 8, split=8, num_stages=2)
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 
 # What the table of Hopper was when it stood in the code: it was asked unless a norm of long rows was fused.
@@ -106,11 +106,14 @@ class TestLookUp:
         with pytest.raises(KernelError, match=rf"{LOOPED.kind}.* for 16 tokens, 1024 columns.* {shared_memory} bytes"):
             choice(used, 16, gated=gated, shared_memory=shared_memory)
 
-    def test_direct_takes_what_the_rules_let_it_take(self) -> None:
-        used = table({LinearKey(2048, 1024, False, False, 8): DIRECT})
-        assert choice(used, 8, 2048, 1024, shared_memory=64 * 1024 + 1) == DIRECT
-        with pytest.raises(KernelError, match="does not fit the 65536 bytes"):
-            choice(used, 8, 2048, 1024, shared_memory=64 * 1024)
+    @pytest.mark.parametrize(("form", "taken"), [(DIRECT, 32 * 1024), (Form("direct", 64, 64, 16, split=16), 64 * 1024)])
+    def test_direct_takes_the_parts_of_its_sums_or_a_step_of_x(self, form: Form, taken: int) -> None:
+        """Whichever is more: neither a weight nor all of x is in shared memory."""
+        used = table({LinearKey(8192, 1024, False, False, 16): form})
+        assert taken == 16 * max(4 * form.split * form.block_n, 2 * form.split * form.block_k)
+        assert choice(used, 16, 8192, 1024, shared_memory=taken) == form
+        with pytest.raises(KernelError, match=f"does not fit the {taken - 1} bytes"):
+            choice(used, 16, 8192, 1024, shared_memory=taken - 1)
 
     def test_a_path_serves_up_to_its_rows_and_separate_all_above(self) -> None:
         used = table(decode_paths={1024: paths((2, "skinny"), (16, "separate"), (64, "hopper"))})
@@ -175,9 +178,10 @@ class TestFile:
             (("linears", 2, "form", "num_warps"), 64, "num_warps is 64 and must be an integer >= 1 and <= 32"),
             (("linears", 2, "form", "num_warps"), 4.0, "num_warps is 4.0 and must be an integer"),
             (("linears", 2, "form", "tiles"), 2, "tiles is 2 and must be 1"),
-            (("linears", 1, "form", "num_stages"), 2, "num_stages is 2 and must be 1"),
+            (("linears", 0, "form", "num_stages"), 2, "num_stages is 2 and must be 1"),
+            (("linears", 1, "form", "num_stages"), 0, "num_stages is 0 and must be an integer >= 1"),
+            (("linears", 1, "form", "block_k"), 16, "block_k is 16 and must be an integer >= 32"),
             (("linears", 1, "form", "split"), 1, "split is 1 and must be an integer >= 2"),
-            (("linears", 1, "form", "split"), 4, "is 4 parts of 256 columns and must be all 2048 columns"),
             (("decode_paths",), None, "decode_paths is None and must be a list"),
             (("decode_paths", 0), 4, r"decode_paths\[0\] is 4 and must be a JSON object"),
             (("decode_paths", 0, "hidden_size"), 0, r"decode_paths\[0\].hidden_size is 0 and must be an integer >= 1"),
@@ -317,10 +321,18 @@ class TestShipped:
         assert choice(shipped, 1, *shape, gated=gated, normed=True) == normed
         assert LinearKey(*shape, gated, False, 1) in shipped.linears
 
+    def test_several_tokens_go_direct_where_qwen3_and_llama_need_them(self) -> None:
+        """But for Llama's gate and up of more than 8, which stream 64 MiB."""
+        shipped, kinds = tuning.shipped_tuning((9, 0)), {}
+        for columns, rows in ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (2048, 3072), (2048, 16384)):
+            fused = {"gated": rows in (6144, 16384), "normed": rows > 1024}
+            kinds |= {(rows, tokens): choice(shipped, tokens, columns, rows, **fused).kind for tokens in (2, 8, 9, 16)}
+        assert {key for key, kind in kinds.items() if kind != "direct"} == {(16384, 9), (16384, 16)}
+
     def test_the_paths_of_an_h200(self) -> None:
         shipped = tuning.shipped_tuning((9, 0))
-        assert named(shipped, 576, 1, 2, 256, 257) == ["skinny"] + ["hopper"] * 2 + ["separate"]
-        assert named(shipped, 1024, 1, 2, 256) == ["skinny", "hopper", "hopper"]
+        for size in (576, 1024):
+            assert named(shipped, size, 1, 16, 17, 256, 257) == ["skinny"] * 2 + ["hopper"] * 2 + ["separate"]
         middle = ["skinny"] + ["mixed"] * 2 + ["hopper"] * 2 + ["separate"] + ["hopper"] * 2 + ["separate"]
         assert named(shipped, 2048, 1, 2, 32, 33, 64, 65, 97, 128, 129) == middle
         large = ["skinny"] + ["separate"] * 2 + ["hopper"] * 2 + ["separate"] * 2 + ["mixed"] * 2 + ["separate"]

@@ -13,11 +13,10 @@ from tritonllm.kernels.skinny_form import Form, gemv
 from tritonllm.kernels.tuning_table import Tuning
 
 _MANY_ROWS = 65536  # a vocabulary: so many programs that each should take more rows
-_DIRECT_COLUMNS = 8192  # longest rows that the direct form was measured with
-_DIRECT_COLUMNS_NORMED = 2048  # the same with a norm; it needs all of x first, and more steps of it spill registers
+_DIRECT_COLUMNS = {8: 12288, 16: 8192}  # longest rows that the direct form was measured with, by block of tokens
+_DIRECT_COLUMNS_NORMED = {8: 4096, 16: 2048}  # longer ones spill registers: a norm needs all of x first
 _DIRECT_COLUMNS_AMD = 1024  # longer rows take several steps, which spill registers there
-_DIRECT_ELEMENTS = 24 << 20  # beyond, programs have less to wait for and more of x to reread: looped for many tokens
-_DIRECT_ELEMENTS_OF_ONE = 16 << 20  # beyond, one token takes only the time of reading the weight in the gemv form too
+_DIRECT_ELEMENTS = 24 << 20  # beyond, a program rereads more of x than it waits: fewer rows, and looped from 9 tokens on
 _AMD_SHARED_MEMORY = 64 * 1024  # no NVIDIA GPU from Ampere on has so little
 _GEMV_COLUMNS = 65536  # longest row that a program of eight warps can hold
 
@@ -70,15 +69,12 @@ def choose_form(
             ),
         )
         return tuned
-    direct = itemsize == 2 and _goes_direct(columns, rows, normed, block_m, shared_memory)
     if tokens == 1 and columns <= _GEMV_COLUMNS * 2 // itemsize:
-        if direct and shared_memory > _AMD_SHARED_MEMORY and rows * columns <= _DIRECT_ELEMENTS_OF_ONE:
-            return _direct_form(columns, rows, gated, normed, block_m, shared_memory)
         return _gemv_form(columns, rows, itemsize, gated, normed)
     if itemsize == 4:
         # Exact products run on plain cores, whose operands fill the registers: more rows take more threads.
         return Form("looped", block_n=32, block_k=32, num_warps=4 if tokens <= 8 else 8, num_stages=2)
-    if direct:
+    if _goes_direct(columns, rows, normed, block_m, shared_memory):
         return _direct_form(columns, rows, gated, normed, block_m, shared_memory)
     return _looped_form(columns, rows, gated, normed, block_m, shared_memory)
 
@@ -95,11 +91,10 @@ def _gemv_form(columns: int, rows: int, itemsize: int, gated: bool, normed: bool
 
 
 def _goes_direct(columns: int, rows: int, normed: bool, block_m: int, shared_memory: int) -> bool:
-    """Whether the direct form serves a layer of 16-bit elements, several tokens or one that gemv does not serve."""
     if shared_memory <= _AMD_SHARED_MEMORY:
         longest = _DIRECT_COLUMNS_AMD
     else:
-        longest = _DIRECT_COLUMNS_NORMED if normed else _DIRECT_COLUMNS
+        longest = (_DIRECT_COLUMNS_NORMED if normed else _DIRECT_COLUMNS)[block_m]
     return columns <= longest and rows < _MANY_ROWS and (block_m == 8 or rows * columns <= _DIRECT_ELEMENTS)
 
 
@@ -108,15 +103,17 @@ def _direct_form(columns: int, rows: int, gated: bool, normed: bool, block_m: in
     step = 1024
     if columns <= 1024:
         step = max(256, 1 << (columns - 1).bit_length())
-        tile_rows, num_warps, stages = 32, max(4, step // 128), 1
+        tile_rows, num_warps, stages = 32, 4 if normed and block_m == 8 else max(4, step // 128), 1
+    elif normed and columns > 2048:
+        tile_rows, num_warps, stages = 32, 8, 1
+    elif block_m == 8 and columns > 4096 and columns % 2048 == 0:
+        tile_rows, step, num_warps, stages = 16, 2048, 16, 2
     elif block_m == 8 and rows * columns > _DIRECT_ELEMENTS:
         tile_rows, step, num_warps, stages = 16, 512, 4, 2
     elif columns % 512 != 0:  # masks take registers too
         tile_rows, num_warps, stages = 16, 8, 2
     elif columns % 1024 != 0:
         tile_rows, step, num_warps, stages = 32, 512, 8, 3
-    elif block_m == 8 and columns > 4096 and columns % 2048 == 0:
-        tile_rows, step, num_warps, stages = 16, 2048, 16, 2
     elif 2048 < columns <= 3072 or (block_m == 8 and columns > 2048):
         tile_rows, num_warps, stages = 32, 16, 3
     else:
