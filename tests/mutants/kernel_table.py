@@ -254,6 +254,35 @@ KERNEL_MUTANTS = (
         "y, mask=(row < N) & (token <= num_tokens)",
         "skinny_linear",
     ),
+    _kernel(
+        "a direct form reads one later step again and again",
+        "skinny_dot",
+        "start = (step + AHEAD) * STEP",
+        "start = AHEAD * STEP",
+        "skinny_linear",
+    ),
+    _kernel(
+        "the last step of a direct form reads x behind its row",
+        "skinny_dot",
+        "xs = xs + (_load_tokens(x_ptrs + start, token, x_column, num_tokens, K - start),)",
+        "xs = xs + (_load_tokens(x_ptrs + start, token, x_column, num_tokens, K),)",
+        "skinny_linear",
+    ),
+    _kernel(
+        "the norm of a direct form is that of the steps in flight",
+        "skinny_dot",
+        "[BLOCK_M * STEP // 32, 32], tl.float32)\n        for step in tl.static_range(STEPS):",
+        "[BLOCK_M * STEP // 32, 32], tl.float32)\n        for step in tl.static_range(AHEAD):",
+        "skinny_linear",
+    ),
+    _kernel(
+        "one operand of a direct form has its columns in another order",
+        "skinny_dot",
+        "weight = _as_operand(_unfold(weights[step], ROWS, SPLIT))",
+        "weight = _unfold(weights[step], ROWS, SPLIT)\n"
+        "        weight = tl.reshape(tl.permute(weight, [2, 1, 3, 0, 4]), [SPLIT, ROWS, BLOCK_K])",
+        "skinny_linear",
+    ),
     # rows and tokens
     _kernel(
         "padding rows advance",

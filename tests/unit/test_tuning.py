@@ -106,7 +106,9 @@ class TestLookUp:
         with pytest.raises(KernelError, match=rf"{LOOPED.kind}.* for 16 tokens, 1024 columns.* {shared_memory} bytes"):
             choice(used, 16, gated=gated, shared_memory=shared_memory)
 
-    @pytest.mark.parametrize(("form", "taken"), [(DIRECT, 32 * 1024), (Form("direct", 64, 64, 16, split=16), 64 * 1024)])
+    @pytest.mark.parametrize(
+        ("form", "taken"), [(DIRECT, 32 * 1024), (Form("direct", 64, 64, 16, split=16), 64 * 1024)]
+    )
     def test_direct_takes_the_parts_of_its_sums_or_a_step_of_x(self, form: Form, taken: int) -> None:
         """Whichever is more: neither a weight nor all of x is in shared memory."""
         used = table({LinearKey(8192, 1024, False, False, 16): form})

@@ -139,14 +139,15 @@ def candidates(shape: Shape, tokens: int, shared_memory: int) -> list[Form]:
 
 
 def _all_forms(shape: Shape, tokens: int) -> Iterator[Form]:
-    halves = 2 if shape.gated else 1
-    if tokens == 1:
+    if tokens == 1:  # no direct ones: alone they may be faster, but kernels after them start later
         for block_k, rows, num_warps in (
             (256, 2, 2), (256, 4, 2), (256, 4, 4), (256, 8, 4), (512, 4, 4), (1024, 2, 4), (1024, 4, 4), (1024, 8, 4),
             (2048, 1, 8), (2048, 2, 8), (4096, 1, 8),
         ):  # fmt: skip
             if block_k <= 2 * shape.columns and shape.columns * rows <= 64 * 256 * num_warps:
                 yield gemv(block_k, rows, num_warps)
+        return
+    halves = 2 if shape.gated else 1
     for tile_rows, block_k, num_warps, stages in (
         (16, 128, 4, 2), (16, 128, 8, 1), (16, 128, 8, 2), (16, 128, 16, 2), (32, 64, 8, 3), (32, 64, 16, 3),
         (32, 128, 8, 1), (32, 128, 8, 2), (32, 128, 16, 1), (32, 256, 4, 1), (64, 64, 16, 1),
@@ -154,8 +155,6 @@ def _all_forms(shape: Shape, tokens: int) -> Iterator[Form]:
         steps = -(-shape.columns // (num_warps * block_k))
         if num_warps * block_k < 2 * shape.columns and stages <= steps <= _MOST_STEPS * stages:
             yield Form("direct", tile_rows // halves, block_k, num_warps, split=num_warps, num_stages=stages)
-    if tokens == 1:
-        return
     for tile_rows, block_k, num_warps, split, stages in (
         (16, 64, 4, 4, 5), (16, 128, 4, 4, 4), (32, 64, 4, 4, 4), (32, 128, 2, 1, 5), (32, 128, 4, 1, 5),
         (64, 128, 4, 1, 4), (64, 64, 4, 1, 6), (128, 64, 4, 1, 4),

@@ -11,8 +11,9 @@ summed in fp32 and rounded after the bias, act is fp32 and rounded, and so is ea
 and separate ops differ only by the order of the long sum.
 
 Three forms (`skinny_table` says which runs where); none splits a sum over programs, so results do not depend on timing.
-`gemv` and `direct` keep their rows of W in registers: all loads are in flight at once, and with programmatic
-dependent launch they are issued before the wait for the kernel that computes x. `looped` streams through shared memory.
+`gemv`, for one token, and `direct` read W straight into registers: many loads are in flight at once, and with
+programmatic dependent launch they are issued before the wait for the kernel that computes x. `looped` streams through
+shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tritonllm.kernels.activation import check_activation
 from tritonllm.kernels.launch import Launch, cdiv, check, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.paged_attention import shared_memory_limit
 from tritonllm.kernels.reference import linear
-from tritonllm.kernels.skinny_dot import _looped_kernel, _direct_kernel
+from tritonllm.kernels.skinny_dot import _direct_kernel, _looped_kernel
 from tritonllm.kernels.skinny_form import Form
 from tritonllm.kernels.skinny_gemv import _gemv_kernel
 from tritonllm.kernels.skinny_table import choose_form, statistics_columns, token_block

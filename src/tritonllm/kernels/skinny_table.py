@@ -16,7 +16,7 @@ _MANY_ROWS = 65536  # a vocabulary: so many programs that each should take more 
 _DIRECT_COLUMNS = {8: 12288, 16: 8192}  # longest rows that the direct form was measured with, by block of tokens
 _DIRECT_COLUMNS_NORMED = {8: 4096, 16: 2048}  # longer ones spill registers: a norm needs all of x first
 _DIRECT_COLUMNS_AMD = 1024  # longer rows take several steps, which spill registers there
-_DIRECT_ELEMENTS = 24 << 20  # beyond, a program rereads more of x than it waits: fewer rows, and looped from 9 tokens on
+_DIRECT_ELEMENTS = 24 << 20  # beyond, programs of fewer rows were faster, and looped ones from 9 tokens on
 _AMD_SHARED_MEMORY = 64 * 1024  # no NVIDIA GPU from Ampere on has so little
 _GEMV_COLUMNS = 65536  # longest row that a program of eight warps can hold
 
