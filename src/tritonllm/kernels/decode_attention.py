@@ -191,18 +191,16 @@ def key_tile(
 ) -> tuple[int, int]:
     """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory.
 
-    No more than three stages, so that two programs share an SM and one computes while the other waits; and small tiles
-    for a small batch, whose programs have one or two each and should all run at once.
+    `grid` bounds both, so that several programs share an SM and one computes while another waits.
     """
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
         preferences = [(16, 2), (16, 1)]
     elif rdna and block_g * block_d > 1024:  # tiles in flight wait in registers: more of them would spill
         preferences = [(16, 2)]
     else:
-        preferences = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
-        if grid.latency_bound:
-            most = max(4096 // block_d, 16)
-            preferences = [(min(keys, most), stages) for keys, stages in preferences]
+        most = max(grid.tile_values // block_d, 16)
+        preferences = [(min(64, most), stages) for stages in range(grid.stages, 1, -1)]
+        preferences += [(min(32, most), 3), (min(32, most), 2), (16, 2)]
     for keys, stages in preferences:
         if (block_g + 2 * keys * stages) * block_d * itemsize <= limit:
             return keys, stages
