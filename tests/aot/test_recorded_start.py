@@ -125,7 +125,8 @@ def test_its_number_of_multiprocessors_decides_on_splits() -> None:
 
 def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     launches = start("sm_80")
-    beside_prompts = distinct_batches(24, SHAPE["num_kv_heads"], TARGETS["sm_80"].counts_as.num_sms)
+    heads = SHAPE["num_kv_heads"], SHAPE["head_dim"]
+    beside_prompts = distinct_batches(24, *heads, TARGETS["sm_80"].counts_as.num_sms)
     # 2 pools x a forward pass and 3 ends, each of which reads the rows anew.
     for kernel, times in (("_load_rows_kernel", 8), ("_advance_rows_kernel", 6)):
         sizes = Counter(launch.args["num_rows"] for launch in of(launches, kernel))

@@ -17,8 +17,8 @@ from tritonllm.kernels.decode_attention import (
     decode_attention,
     plan_decode_attention,
 )
-from tritonllm.kernels.decode_splits import decode_splits, distinct_batches
-from tritonllm.kernels.launch import interpreting
+from tritonllm.kernels.decode_splits import decode_grid, distinct_batches, key_tile
+from tritonllm.kernels.launch import Launch, interpreting
 from tritonllm.kernels.prefill_attention import prefill_attention
 from tritonllm.kernels.prefill_tiling import PrefillTiling, prefill_tiles
 from tritonllm.kernels.reference import attention as reference
@@ -182,42 +182,99 @@ def test_reference_matches_dense_attention(shape: Shape, seed: int, contexts: li
     torch.testing.assert_close(result, dense_attention(batch, shape.scale).float(), rtol=1e-5, atol=1e-5)
 
 
-@given(batch=st.integers(1, 512), num_kv_heads=st.integers(1, 32), num_sms=st.sampled_from([16, 84, 108, 132, 304]))
-def test_splits_are_few_powers_of_two(batch: int, num_kv_heads: int, num_sms: int) -> None:
-    splits = decode_splits(batch, num_kv_heads, num_sms)
-    assert splits in (4, 8, 16, 32)
-    assert decode_splits(batch + 1, num_kv_heads, num_sms) <= splits
-
-
-def test_splits_measured_best_on_an_h200() -> None:
-    assert [decode_splits(batch, 8, 132) for batch in (1, 2, 4, 8, 16, 64, 256)] == [32, 16, 8, 4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("num_sms", [20, 132, 300])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (16, 8), (9, 3), (8, 1), (64, 64)])
-def test_distinct_batches_compile_all_kernels(num_heads: int, num_kv_heads: int, num_sms: int) -> None:
-    """Whatever the batch, a launch differs from one of theirs in nothing but grid and tensors."""
+def planned(
+    batch: int, num_heads: int, num_kv_heads: int, head_dim: int, num_sms: int, shared_memory: int | None = None
+) -> Launch:
+    """A launch on meta tensors, in bfloat16."""
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
     scratch = empty(2**40, dtype=torch.float32)
     workspace = DecodeWorkspace(scratch, scratch, empty(2**20), num_sms)
-    cache = empty(4, 16, num_kv_heads, 64, dtype=torch.bfloat16)
+    cache = empty(4, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)
+    q = empty(batch, num_heads, head_dim, dtype=torch.bfloat16)
+    return plan_decode_attention(
+        q, cache, cache, empty(batch, 16), empty(batch), 0.125, workspace, torch.empty_like(q),
+        shared_memory=shared_memory,
+    )  # fmt: skip
+
+
+@given(
+    batch=st.integers(1, 512),
+    num_kv_heads=st.integers(1, 32),
+    head_dim=st.sampled_from([64, 80, 128, 256]),
+    num_sms=st.sampled_from([16, 84, 108, 132, 304]),
+)
+def test_splits_are_few_powers_of_two(batch: int, num_kv_heads: int, head_dim: int, num_sms: int) -> None:
+    """Fewer as the batch grows, until they are for sequences of more than 2,048 keys alone."""
+    grid, larger = (decode_grid(rows, num_kv_heads, head_dim, num_sms) for rows in (batch, batch + 1))
+    assert grid.splits in (2, 4, 8, 16, 32)
+    assert larger.splits <= grid.splits or larger.min_keys == 2048 > grid.min_keys
+
+
+@pytest.mark.parametrize(
+    ("heads", "cuts"),
+    [
+        (
+            (16, 8, 128),
+            {
+                1: (32, 1, 32, 3, 2), 2: (16, 1, 64, 4, 4), 4: (8, 1, 64, 4, 4), 8: (2, 1, 128, 3, 8),
+                16: (2, 1, 64, 4, 4), 32: (2, 1, 64, 4, 4), 64: (4, 32, 64, 4, 4), 96: (4, 32, 64, 3, 4),
+                256: (4, 32, 64, 3, 4),
+            },
+        ),
+        (
+            (32, 8, 64),
+            {
+                1: (32, 1, 64, 3, 2), 8: (8, 1, 64, 4, 4), 64: (2, 1, 64, 4, 4), 256: (4, 32, 64, 3, 4),
+            },
+        ),
+        ((14, 2, 64), {8: (32, 1, 64, 3, 4)}),
+    ],
+)  # fmt: skip
+def test_cuts_measured_best_on_an_h200(
+    heads: tuple[int, int, int], cuts: dict[int, tuple[int, int, int, int, int]]
+) -> None:
+    """Splits, tiles before another one joins, keys of a tile, stages and warps by batch."""
+
+    def cut(batch: int) -> tuple[int, int, int, int, int]:
+        launch = planned(batch, *heads, num_sms=132, shared_memory=227 * 1024)
+        names = ("SPLITS", "MIN_TILES", "BLOCK_N")
+        return (*(launch.constexprs[name] for name in names), launch.options["num_stages"], launch.options["num_warps"])
+
+    assert {batch: cut(batch) for batch in cuts} == cuts
+
+
+@pytest.mark.parametrize("kib", [48, 64, 99, 163, 227])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_programs_of_deep_pipelines_share_an_sm(kib: int, head_dim: int) -> None:
+    for batch in (1, 2, 4, 8, 16, 64, 256):
+        grid = decode_grid(batch, 8, head_dim, 132)
+        keys, stages = key_tile(grid, 16, head_dim, 2, kib * 1024)
+        programs = grid.programs if stages > 2 and keys > 32 else 1
+        assert programs * (2 * keys * (stages - 1) + 16) * head_dim * 2 <= kib * 1024
+
+
+@pytest.mark.parametrize("num_sms", [20, 132, 300])
+@pytest.mark.parametrize("shared_memory", SHARED_MEMORY)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (16, 8), (9, 3), (8, 1), (64, 64)])
+def test_distinct_batches_compile_all_kernels(
+    num_heads: int, num_kv_heads: int, shared_memory: int, num_sms: int
+) -> None:
+    """Whatever the batch, a launch differs from one of theirs in nothing but grid and tensors."""
 
     def kernel(batch: int) -> str:
-        q = empty(batch, num_heads, 64, dtype=torch.bfloat16)
-        launch = plan_decode_attention(
-            q, cache, cache, empty(batch, 16), empty(batch), 0.125, workspace, torch.empty_like(q)
-        )
+        launch = planned(batch, num_heads, num_kv_heads, 64, num_sms, shared_memory)
         numbers = {name: value for name, value in launch.args.items() if not isinstance(value, torch.Tensor)}
         return repr((numbers, launch.constexprs, launch.options))
 
-    distinct = distinct_batches(300, num_kv_heads, num_sms)
+    distinct = distinct_batches(300, num_kv_heads, 64, num_sms)
     kernels = [kernel(batch) for batch in distinct]
-    assert len(set(kernels)) == len(kernels)
+    if shared_memory == max(SHARED_MEMORY):  # with less of it, what differs may not fit, and the same is left
+        assert len(set(kernels)) == len(kernels)
     assert {kernel(batch) for batch in range(1, 301)} == set(kernels)
-    assert distinct_batches(distinct[-1] - 1, num_kv_heads, num_sms) == distinct[:-1]
+    assert distinct_batches(distinct[-1] - 1, num_kv_heads, 64, num_sms) == distinct[:-1]
 
 
 def test_refuses_what_it_cannot_take(device: torch.device) -> None:

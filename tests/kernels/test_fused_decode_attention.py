@@ -223,14 +223,31 @@ def test_a_row_of_nan_stays_alone(device: torch.device) -> None:
     assert torch.equal(spoilt[1], clean[1])
 
 
-def test_few_programs_are_cut_for_latency() -> None:
-    tiles = [fused_tile(batch, 16, 8, 128, 2, 132, 227 * 1024) for batch in (1, 4, 8, 256)]
-    assert [(tile.splits, tile.keys, tile.stages, tile.min_tiles, tile.head_start) for tile in tiles] == [
-        (32, 32, 3, 1, True),
-        (8, 32, 3, 1, True),
-        (4, 64, 3, 1, False),
-        (4, 64, 3, 32, False),
-    ]
+def test_tiles_measured_best_on_an_h200() -> None:
+    """Splits, keys and stages, tiles before another program joins, warps, and whether the first one is in registers."""
+    tiles = {batch: fused_tile(batch, 16, 8, 128, 2, 132, 227 * 1024) for batch in (1, 2, 4, 8, 16, 32, 64, 96, 256)}
+    assert {
+        batch: (tile.splits, tile.keys, tile.stages, tile.min_tiles, tile.warps, tile.head_start)
+        for batch, tile in tiles.items()
+    } == {
+        1: (32, 32, 2, 1, 4, True),
+        2: (16, 64, 3, 1, 4, True),
+        4: (8, 64, 4, 1, 4, False),
+        8: (2, 128, 3, 1, 8, False),
+        16: (2, 64, 4, 1, 4, False),
+        32: (2, 64, 4, 1, 4, False),
+        64: (4, 64, 4, 32, 4, False),
+        96: (4, 64, 3, 32, 4, False),
+        256: (4, 64, 3, 32, 4, False),
+    }
+
+
+def test_a_first_tile_in_registers_needs_the_memory_of_a_deep_pipeline() -> None:
+    """What it takes to hand it to the tensor cores passes through shared memory."""
+    tiles = {kib: fused_tile(2, 16, 8, 128, 2, 132, kib * 1024) for kib in (48, 99, 163, 227)}
+    assert {kib: (tile.keys, tile.stages, tile.head_start) for kib, tile in tiles.items()} == {
+        48: (64, 2, False), 99: (64, 2, False), 163: (64, 2, True), 227: (64, 3, True),
+    }  # fmt: skip
 
 
 def test_refuses_what_it_cannot_take(device: torch.device) -> None:

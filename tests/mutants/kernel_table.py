@@ -177,6 +177,13 @@ KERNEL_MUTANTS = (
         "windows_and_caps",
     ),
     _kernel(
+        "a program with a deep pipeline takes the shared memory of its neighbours",
+        "decode_splits",
+        "<= limit // grid.programs",
+        "<= limit",
+        "decode_attention",
+    ),
+    _kernel(
         "a decode step sees a key before its window",
         "decode_attention",
         "tl.maximum(context_len - WINDOW, 0)",

@@ -207,7 +207,9 @@ class TestWork:
             runner = ModelRunner(config)
             batches.clear()
             runner.warmup_model()
-            expected = distinct_batches(most, runner.num_kv_heads, runner.workspace.num_sms)
+            expected = distinct_batches(
+                most, runner.num_kv_heads, runner.resolved.config.head_dim, runner.workspace.num_sms
+            )
             assert len(expected) > 3
             assert set(batches) >= set(expected)
             assert max(batches) <= most

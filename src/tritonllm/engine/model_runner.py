@@ -161,7 +161,8 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def _prefill_every_kernel(self) -> None:
-        run_small_and_largest(self._steps, self.config, self.tiling, self.num_kv_heads, self.workspace, self.device)
+        heads = self.num_kv_heads, self.resolved.config.head_dim
+        run_small_and_largest(self._steps, self.config, self.tiling, heads, self.workspace, self.device)
 
     def allocate_kv_cache(self, activations: int = 0, graphs: int = 0) -> None:
         """Replace the pool by one as large as device memory allows, given the bytes that other things need."""

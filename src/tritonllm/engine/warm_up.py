@@ -18,7 +18,7 @@ from tritonllm.kernels.prefill_tiling import PrefillTiling
 
 
 def warm_up_prefills(
-    config: EngineConfig, tiling: PrefillTiling, num_kv_heads: int, num_sms: int, mixed: bool
+    config: EngineConfig, tiling: PrefillTiling, heads: tuple[int, int], num_sms: int, mixed: bool
 ) -> Iterator[tuple[list[PrefillChunk], int, int]]:
     """Prompt chunks of one step each, with the rows of their tiles: plain, filtered and with controls.
 
@@ -28,7 +28,8 @@ def warm_up_prefills(
 
     Args:
         mixed: whether there are passes with decode rows.
-        num_kv_heads, num_sms: of this rank and its device, as the decode attention of last tokens knows them.
+        heads, num_sms: KV heads of this rank, their size, and multiprocessors, as the decode attention of last tokens
+            knows them.
     """
     length = min(config.max_model_length or 1, config.max_num_batched_tokens)
     budget = min(config.warm_up_tokens, config.max_num_batched_tokens)
@@ -36,7 +37,7 @@ def warm_up_prefills(
     count = min(max(1, config.warm_up_tokens // length), max(1, budget // length), max_num_rows)
     table = [0] * (-(-length // config.block_size))
     # Rows that decode, and prompts that end, in one step at most.
-    batches = distinct_batches(min(max_num_rows, config.max_num_batched_tokens), num_kv_heads, num_sms)
+    batches = distinct_batches(min(max_num_rows, config.max_num_batched_tokens), *heads, num_sms)
     if mixed:
         for num_rows in batches:
             yield [PrefillChunk([0], 0, table, True, RowSampling(1.0, 0, 1.0, 0))], tiling.portable_rows, num_rows
@@ -56,12 +57,12 @@ def run_small_and_largest(
     steps: DeviceSteps,
     config: EngineConfig,
     tiling: PrefillTiling,
-    num_kv_heads: int,
+    heads: tuple[int, int],
     workspace: DecodeWorkspace,
     device: torch.device,
 ) -> None:
     """Run these prompts so that they write nothing."""
-    sizes = num_kv_heads, workspace.num_sms, steps.mixed.possible
+    sizes = heads, workspace.num_sms, steps.mixed.possible
     for chunks, tile_rows, num_rows in warm_up_prefills(config, tiling, *sizes):
         inputs = prefill_inputs(chunks, config.block_size, tile_rows, device, num_rows)
         inputs.attn.slot_mapping.fill_(-1)

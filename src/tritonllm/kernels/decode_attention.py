@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.decode_splits import DecodeGrid, decode_grid, decode_splits
-from tritonllm.kernels.dependent_launch import start_after_previous
+from tritonllm.kernels.decode_splits import decode_grid, decode_warps, key_tile
+from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
 from tritonllm.kernels.launch import Launch, check, gpu_of, runs_kernel, shape_of, supports_pdl
 from tritonllm.kernels.longest_first import check_order
 from tritonllm.kernels.paged_attention import (
@@ -72,7 +72,8 @@ def _decode_attention_kernel(
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_after_previous(PDL)
+    if PDL:
+        wait_for_previous()
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = sequence_at(order_ptr, tl.program_id(2))
@@ -106,6 +107,8 @@ def _decode_attention_kernel(
         context_len, scale_log2, cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE,
         BLOCK_N, BLOCK_D, SOFTCAP,
     )  # fmt: skip
+    if PDL:  # Earlier, programs of the next kernel would take room and bandwidth from those that read keys.
+        launch_dependents()
     store_or_merge(
         acc, total, peak, out_ptr + sequence * out_token_stride, out_head_stride, partial_out_ptr, partial_stats_ptr,
         counters_ptr, sequence, kv_head, split, used, NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, MERGE_HEADS, BLOCK_G,
@@ -138,7 +141,9 @@ class DecodeWorkspace:
         """Workspace for batches up to `max_batch`; about max_batch * 4 * Hq * D floats for large ones."""
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         num_sms = gpu_of(device).num_sms
-        slots = max(batch * decode_splits(batch, num_kv_heads, num_sms) for batch in range(1, max_batch + 1))
+        slots = max(
+            batch * decode_grid(batch, num_kv_heads, head_dim, num_sms).splits for batch in range(1, max_batch + 1)
+        )
         rows = slots * num_heads
         return cls(
             partial_out=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
@@ -186,34 +191,6 @@ def check_decode_batch(
     )
 
 
-def key_tile(
-    grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit: int, rdna: bool = False
-) -> tuple[int, int]:
-    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory.
-
-    `grid` bounds both, so that several programs share an SM and one computes while another waits.
-    """
-    if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
-        preferences = [(16, 2), (16, 1)]
-    elif rdna and block_g * block_d > 1024:  # tiles in flight wait in registers: more of them would spill
-        preferences = [(16, 2)]
-    else:
-        most = max(grid.tile_values // block_d, 16)
-        preferences = [(min(64, most), stages) for stages in range(grid.stages, 1, -1)]
-        preferences += [(min(32, most), 3), (min(32, most), 2), (16, 2)]
-    for keys, stages in preferences:
-        if (block_g + 2 * keys * stages) * block_d * itemsize <= limit:
-            return keys, stages
-    return preferences[-1]
-
-
-def decode_warps(block_g: int, block_d: int, rdna: bool = False) -> int:
-    """Warps of a program, by the size of its output."""
-    if rdna:
-        return 8 if block_g * block_d <= 16 * 128 else 16
-    return 4 if block_g * block_d <= 64 * 128 else 8
-
-
 def plan_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -233,8 +210,8 @@ def plan_decode_attention(
 ) -> Launch:
     """Plan `decode_attention` into `out`.
 
-    `num_splits` (a power of two) defaults to `decode_splits`; `shared_memory` (bytes) and `pdl` (programmatic dependent
-    launch) to what q's device offers.
+    `num_splits` (a power of two) defaults to those of `decode_grid`; `shared_memory` (bytes) and `pdl` (programmatic
+    dependent launch) to what q's device offers.
     """
     op = "decode_attention"
     check_paged(op, q, k_cache, v_cache, block_tables)
@@ -245,7 +222,7 @@ def plan_decode_attention(
         op,
         f"out must be like q with unit stride on D, got {shape_of(out)}",
     )
-    grid = decode_grid(batch, num_kv_heads, workspace.num_sms, num_splits)
+    grid = decode_grid(batch, num_kv_heads, head_dim, workspace.num_sms, num_splits)
     splits = grid.splits
     check_decode_batch(op, out, k_cache, block_tables, context_lens, order, workspace, splits)
     check_score_options(op, scale, window, softcap)
@@ -256,6 +233,9 @@ def plan_decode_attention(
     pdl = supports_pdl(q.device) if pdl is None else pdl
     rdna = gpu_of(q.device).rdna
     block_n, stages = key_tile(grid, block_g, block_d, q.element_size(), limit, rdna)
+    warps = decode_warps(block_g, block_d, block_n, rdna)
+    if grid.tile_values <= 32 * 128 and block_d <= 128 and group <= 4 and not rdna:
+        warps = 2  # that wait for each other for less time; more heads than that take longer to merge
     return Launch(
         kernel=_decode_attention_kernel,
         grid=(splits, num_kv_heads, batch),
@@ -286,7 +266,7 @@ def plan_decode_attention(
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": k_cache.shape[1],
             "SPLITS": splits,
-            "MIN_TILES": grid.min_tiles,
+            "MIN_TILES": max(1, grid.min_keys // block_n),
             "BLOCK_G": block_g,
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
@@ -297,7 +277,7 @@ def plan_decode_attention(
             "PDL": pdl,
         },
         options={
-            "num_warps": decode_warps(block_g, block_d, rdna),
+            "num_warps": warps,
             "num_stages": stages,
             **({"launch_pdl": True} if pdl else {}),
         },

@@ -6,77 +6,100 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
-MAX_SPLITS = 32  # beyond it the merge costs more than the splits save
-_MIN_SPLITS = 4  # evens out a batch of mixed lengths; short sequences use fewer
-
 
 class DecodeGrid(NamedTuple):
-    """What the number of (sequence, KV head) pairs decides about a decode step.
+    """How a decode step is cut. All but the splits are bounds: `key_tile` takes what fits into shared memory.
 
     Attributes:
-        splits: programs that may share a pair, a power of two.
-        min_tiles: tiles of keys that a program gets before another one joins.
-        tile_values: elements of a tile of keys at most, as far as that leaves 16 keys.
-        stages: of the pipelined loop at most.
-        latency_bound: whether most SMs idle, so that the chain of latencies in a program is all that counts.
+        splits: programs that may share a (sequence, KV head) pair, a power of two.
+        min_keys: keys that a program gets before another one joins.
+        programs: how many share an SM, and with it its shared memory.
+        tile_values: elements of a tile of keys, as far as that leaves 16 keys.
+        stages: of the pipelined loop.
+        few: whether most SMs idle, so that the chain of latencies in a program is all that counts.
     """
 
     splits: int
-    min_tiles: int
-    tile_values: int
-    stages: int
-    latency_bound: bool = False
-
-
-class _Cut(NamedTuple):
-    """`DecodeGrid` for up to `pairs` pairs an SM; `programs` are those of an SM, which the splits come from."""
-
-    pairs: float
+    min_keys: int
     programs: int
-    min_tiles: int
     tile_values: int
     stages: int
-    latency_bound: bool = False
+    few: bool = False
 
 
 _CUTS = (
-    # Programs have a tile or two each, and should all run at once: small ones.
-    _Cut(pairs=0.25, programs=2, min_tiles=1, tile_values=32 * 128, stages=3, latency_bound=True),
-    # With SMs to spare nothing speaks against a program a tile.
-    _Cut(pairs=0.5, programs=2, min_tiles=1, tile_values=64 * 256, stages=3),
-    _Cut(pairs=3, programs=2, min_tiles=8, tile_values=64 * 256, stages=3),
-    # The pairs alone fill the SMs several times over: splitting serves sequences far longer than the others, and would
-    # only cost the rest a merge.
-    _Cut(pairs=8, programs=2, min_tiles=16, tile_values=64 * 256, stages=3),
-    _Cut(pairs=inf, programs=2, min_tiles=32, tile_values=64 * 256, stages=3),
+    # Two programs an SM, of three tiles each in flight, are what it takes to read as fast as memory can: as long as
+    # there are few pairs, that is what splits are for. Programs of the smallest batches have a tile or two each.
+    (1 / 16, DecodeGrid(splits=32, min_keys=1, programs=2, tile_values=32 * 128, stages=3, few=True)),
+    (1 / 8, DecodeGrid(splits=16, min_keys=1, programs=2, tile_values=64 * 128, stages=4, few=True)),
+    (1 / 4, DecodeGrid(splits=8, min_keys=1, programs=2, tile_values=64 * 128, stages=4)),
+    # One large program does with fewer splits, whose merge such a short step feels.
+    (1 / 2, DecodeGrid(splits=2, min_keys=1, programs=1, tile_values=128 * 128, stages=3)),
+    (3, DecodeGrid(splits=2, min_keys=1, programs=2, tile_values=64 * 128, stages=4)),
+    # From here on the pairs alone fill the SMs: splits serve a sequence far longer than the others, and would only cost
+    # the rest a merge.
+    (5, DecodeGrid(splits=4, min_keys=2048, programs=2, tile_values=64 * 128, stages=4)),
+    (inf, DecodeGrid(splits=4, min_keys=2048, programs=3, tile_values=64 * 128, stages=3)),
 )
-"""By rising pairs; the first that reaches far enough holds."""
+"""By rising number of pairs an SM, in heads of 128; the first that reaches far enough holds."""
 
 
 @cache
-def decode_grid(batch: int, num_kv_heads: int, num_sms: int, num_splits: int | None = None) -> DecodeGrid:
-    """The choice for a batch, with the splits of `decode_splits` unless others are given."""
-    pairs = max(batch, 1) * num_kv_heads
-    cut = next(cut for cut in _CUTS if pairs <= cut.pairs * num_sms)
-    splits = num_splits or _splits(max(1, cut.programs * num_sms // pairs))
-    return DecodeGrid(splits, cut.min_tiles, cut.tile_values, cut.stages, cut.latency_bound)
+def decode_grid(
+    batch: int, num_kv_heads: int, head_dim: int, num_sms: int, num_splits: int | None = None
+) -> DecodeGrid:
+    """The choice for a batch, with the splits of the table unless others are given.
 
-
-def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share the keys of one (sequence, KV head): enough to fill the SMs, from 4 to 32.
-
-    A power of two that depends on no length, so that a captured graph holds and few variants are compiled.
+    It depends on no length, so that a captured graph holds, and few kernels are compiled.
     """
-    return decode_grid(batch, num_kv_heads, num_sms).splits
+    pairs = max(batch, 1) * num_kv_heads * head_dim / 128
+    grid = next(grid for reach, grid in _CUTS if pairs <= reach * num_sms)
+    return grid if num_splits is None else grid._replace(splits=num_splits)
 
 
-def _splits(programs: int) -> int:
-    return min(max(1 << (programs.bit_length() - 1), _MIN_SPLITS), MAX_SPLITS)
-
-
-def distinct_batches(max_batch: int, num_kv_heads: int, num_sms: int) -> list[int]:
+def distinct_batches(max_batch: int, num_kv_heads: int, head_dim: int, num_sms: int) -> list[int]:
     """The smallest batch of each kernel that is compiled for batches from 1 to `max_batch`, ascending."""
     smallest: dict[DecodeGrid, int] = {}
     for batch in range(1, max_batch + 1):
-        smallest.setdefault(decode_grid(batch, num_kv_heads, num_sms), batch)
+        smallest.setdefault(decode_grid(batch, num_kv_heads, head_dim, num_sms), batch)
     return list(smallest.values())
+
+
+def key_tile(
+    grid: DecodeGrid, block_g: int, block_d: int, itemsize: int, limit: int, rdna: bool = False
+) -> tuple[int, int]:
+    """Keys a step and pipeline stages: the first pair of the preference order that fits the shared memory.
+
+    `grid` bounds both. What has more than two stages leaves room for the other programs of its SM, since one computes
+    while another waits; where that cannot be, at least the program itself must fit.
+    """
+    if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
+        preferences = [(16, 2), (16, 1)]
+    elif rdna:  # tiles in flight wait in registers: more of them would spill
+        preferences = [(64, 3) if block_g * block_d <= 1024 else (16, 2)]
+    else:
+        most = min(max(grid.tile_values // block_d, 16), 128 if grid.programs == 1 else 64)
+        for keys in (most, min(64, most)):
+            for stages in range(grid.stages, 2, -1):
+                if _shared_bytes(block_g, block_d, keys, stages, itemsize) <= limit // grid.programs:
+                    return keys, stages
+        preferences = [(keys, stages) for keys, stages in ((64, 2), (32, 3), (32, 2), (16, 2)) if keys <= most]
+    for keys, stages in preferences:
+        if _shared_bytes(block_g, block_d, keys, stages, itemsize) <= limit:
+            return keys, stages
+    return preferences[-1]
+
+
+def _shared_bytes(block_g: int, block_d: int, keys: int, stages: int, itemsize: int) -> int:
+    """Of a program: keys and values of all stages but one, which computes, queries twice, and the weights of a tile.
+
+    On NVIDIA GPUs the compiler takes that or, of the queries, one; on AMD's no more than that.
+    """
+    return (2 * keys * max(stages - 1, 1) * block_d + block_g * (2 * block_d + keys)) * itemsize
+
+
+def decode_warps(block_g: int, block_d: int, keys: int, rdna: bool = False) -> int:
+    """Warps of a program, by the size of its output and of a tile of keys."""
+    if rdna:
+        return 8 if block_g * block_d <= 16 * 128 else 16
+    return 4 if max(block_g, keys) * block_d <= 64 * 128 else 8

@@ -1,8 +1,8 @@
 """Programmatic dependent launch (PDL): a kernel starts while the one before it on the stream still runs.
 
 A kernel takes part if its plan sets the option `launch_pdl=True` together with a constexpr `PDL`, which makes it call
-`launch_dependents` at its start and `wait_for_previous` in every program, even where there is nothing to wait for:
-only then does the end of a kernel mean the end of all kernels before it.
+`launch_dependents`, at its start unless it says why not, and `wait_for_previous` in every program, even where there is
+nothing to wait for: only then does the end of a kernel mean the end of all kernels before it.
 
 Before the wait a kernel may read what no kernel in flight can have written, which is to say parameters of the model;
 everything else it reads after the wait, and it writes nothing before.

@@ -7,8 +7,7 @@ from functools import cache
 
 import triton
 
-from tritonllm.kernels.decode_attention import decode_warps, key_tile
-from tritonllm.kernels.decode_splits import decode_grid
+from tritonllm.kernels.decode_splits import decode_grid, decode_warps, key_tile
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,20 @@ def fused_tile(
     """
     group = num_heads // num_kv_heads
     block_g, block_d = fused_blocks(group, head_dim)
-    grid = decode_grid(batch, num_kv_heads, num_sms)
+    grid = decode_grid(batch, num_kv_heads, head_dim, num_sms)
     keys, stages = key_tile(grid, block_g, block_d, itemsize, shared_memory, rdna)
+    few = grid.few and stages > 2
+    if few and not rdna:  # the tile in registers takes the place of one in shared memory
+        stages -= 1
     return FusedTile(
         splits=grid.splits,
-        min_tiles=grid.min_tiles,
+        min_tiles=max(1, grid.min_keys // keys),
         keys=keys,
         stages=stages,
-        warps=decode_warps(block_g, block_d, rdna),
+        warps=decode_warps(block_g, block_d, keys, rdna),
         # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
         merge_heads=min(max(16384 // (grid.splits * block_d), 1), max(triton.next_power_of_2(group), 4)),
-        # Of a small tile, so that it takes no more than 32 registers a thread.
-        head_start=grid.latency_bound or (rdna and block_d > 128),
+        head_start=few or (rdna and block_d > 128),
     )
 
 
