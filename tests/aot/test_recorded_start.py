@@ -118,7 +118,7 @@ def test_the_shared_memory_of_the_family_decides_on_tiles() -> None:
 
 def test_its_number_of_multiprocessors_decides_on_splits() -> None:
     gpu = TARGETS["sm_80"].counts_as
-    for num_sms, splits in ((108, 32), (8, 8)):
+    for num_sms, splits in ((108, 32), (8, 16)):
         launches = recorded_start(config(), dataclasses.replace(gpu, num_sms=num_sms))
         assert max(launch.constexprs["SPLITS"] for launch in of(launches, "_decode_attention_kernel")) == splits
 

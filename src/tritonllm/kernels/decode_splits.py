@@ -76,7 +76,7 @@ def key_tile(
     if itemsize > 2:  # exact float32 products run on plain cores, and their operands fill the registers
         preferences = [(16, 2), (16, 1)]
     elif rdna:  # tiles in flight wait in registers: more of them would spill
-        preferences = [(64, 3) if block_g * block_d <= 1024 else (16, 2)]
+        preferences = [(32, 3) if block_g * block_d <= 1024 else (16, 2)]
     else:
         most = min(max(grid.tile_values // block_d, 16), 128 if grid.programs == 1 else 64)
         for keys in (most, min(64, most)):
