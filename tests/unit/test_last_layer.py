@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from tritonllm.engine.inputs import PrefillLayout, StepInputs, prefill_inputs
 from tritonllm.engine.plan import PrefillChunk, StepPlan
 from tritonllm.engine.prefill_graphs import TOKEN_BUCKETS, prefill_layouts
 from tritonllm.engine.sequence import Choice, RowSampling
+from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_splits import distinct_batches
+from tritonllm.kernels.recording import GPU
 from tritonllm.models import attention_metadata
 from tritonllm.models.attention_metadata import LastTokensMetadata, PrefillMetadata
 from tritonllm.models.decoder import DecoderLayer, DecoderLM
@@ -192,6 +195,9 @@ class TestWork:
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         for name in ("memory_allocated", "max_memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+        # Of a small GPU: tiny heads would leave a large one idle, whatever the batch.
+        small = GPU(capability=(0, 0), shared_memory=64 * 1024, num_sms=4)
+        monkeypatch.setattr(sys.modules[DecodeWorkspace.__module__], "gpu_of", lambda device: small)
         batches = []
         attend = attention_metadata.decode_attention
         monkeypatch.setattr(
