@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonllm.errors import KernelError
-from tritonllm.kernels.kept_set import plan_kept_threshold
+from tritonllm.kernels.kept_set import plan_kept_threshold, plan_sample_tokens
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log
 from tritonllm.kernels.reference import sampling as reference
 from tritonllm.kernels.sampling import merge_picks, pick_from_shard, pick_tokens, plan_pick_tokens, sample_tokens
@@ -191,8 +191,8 @@ def test_tiles_do_not_matter(device: torch.device) -> None:
         for launch in plan_kept_threshold(logits, rows.temperatures, rows.top_ks, rows.top_ps, thresholds, tile=tile):
             launch.run()
         out = torch.empty(3, dtype=torch.int32, device=device)
-        for launch in plan_pick_tokens(
-            logits, rows.temperatures, rows.seeds, rows.positions, thresholds, out, tile=tile
+        for launch in plan_sample_tokens(
+            logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.seeds, rows.positions, out, tile=tile
         ):
             launch.run()
         assert torch.equal(thresholds, expected[0])

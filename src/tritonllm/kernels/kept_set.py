@@ -12,52 +12,60 @@ The search narrows a bracket until a short list can hold its tokens, in passes t
     coarse     the mass of all tokens, exact, and what lies above a few edges, roughly;
     fine       the same for edges between two of these, where more tokens than the list takes may lie there;
     collect    tokens between two edges go on the list, and the mass above, exact, into a sum;
-    threshold  the exact answer, from the list if the exact sums show that it holds it, else from the whole row.
+    choice     the exact answer, from the list if the exact sums show that it holds it, else from the whole row.
 What is rough decides only how long the last pass takes. A pass skips tiles whose maximum is below all that is still in
 question. The passes are always the same, so a CUDA graph can hold them.
+
+Who wants a token and not a threshold has it from the same passes: tokens above the bracket are kept whatever the
+threshold is, so `collect` draws from them while it has them, and `choice` from the list.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tritonllm.kernels.dependent_launch import pdl_options
-from tritonllm.kernels.kept_set_passes import (
-    BOUNDS,
-    SUMS,
-    _coarse_kernel,
-    _collect_kernel,
-    _extremes_kernel,
-    _fine_kernel,
-)
-from tritonllm.kernels.kept_set_search import _threshold_kernel
-from tritonllm.kernels.launch import Launch, check, runs_kernel, supports_pdl
-from tritonllm.kernels.logits import TILE, check_column, check_logits, tiling
+from tritonllm.kernels.kept_set_choice import _choice_kernel
+from tritonllm.kernels.kept_set_collect import _collect_kernel
+from tritonllm.kernels.kept_set_passes import BOUNDS, SUMS, _coarse_kernel, _extremes_kernel, _fine_kernel
+from tritonllm.kernels.launch import Launch, cdiv, check, gpu_of, runs_kernel, supports_pdl
+from tritonllm.kernels.logits import check_column, check_logits, tiling
+from tritonllm.kernels.noise import has_hardware_log
 from tritonllm.kernels.reference import sampling as reference
 
+KEPT_TILE = 1024
+"""Tokens that a pass skips together."""
 CAPACITY = 8192
 """Tokens that the list of a row takes."""
-_FEW = 512
-"""Tokens of a list that the last pass searches with one token a thread."""
-_SUM_WARPS = 4  # of a tile that is summed: each warp adds what its threads hold to the others' by shuffles
+_FEW = 128
+"""Tokens of a list that are compared each with each."""
+_WARPS = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 32
+_CHOICE_WARPS = 16
 
 
-def plan_kept_threshold(
+def _span(tiles: int, batch: int, device: torch.device) -> int:
+    """Tiles of a program: one where the batch is small, so that all multiprocessors have some."""
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * gpu_of(device).num_sms
+    return max(1, min(tiles, tiles * batch // programs))
+
+
+def _plan(
+    op: str,
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
+    min_ps: torch.Tensor | None,
+    draws_by: tuple[torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
-    tile: int = TILE,
-    *,
-    min_ps: torch.Tensor | None = None,
-    capacity: int = CAPACITY,
+    tile: int,
+    capacity: int,
+    hardware: bool | None,
 ) -> list[Launch]:
-    """Plan of `kept_threshold` into out fp32 [B], with scratch of its own.
-
-    The result depends neither on the tile nor on the capacity of a list, a power of two.
-    """
-    op = "kept_threshold"
+    """The five passes; with seeds and positions to draw by, out is for tokens."""
     check_logits(op, logits)
     batch, vocab_size = logits.shape
     check_column(op, "temperatures", temperatures, torch.float32, (batch,))
@@ -70,68 +78,97 @@ def plan_kept_threshold(
     )
     tile, tiles, lanes = tiling(vocab_size, tile)
     device = logits.device
-    sums = torch.empty((batch, SUMS.value), dtype=torch.int64, device=device)
-    bounds = torch.empty((batch, BOUNDS.value), dtype=torch.float32, device=device)
-    extremes = torch.empty((batch, 2, tiles), dtype=torch.float32, device=device)
-    listed = torch.empty((batch, capacity), dtype=logits.dtype, device=device)
+    span = _span(tiles, batch, device)
+    parts = cdiv(tiles, span)
 
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((batch, *shape), dtype=dtype, device=device)
+
+    extremes, bounds = scratch(2, tiles), scratch(BOUNDS.value)
+    sums, listed = scratch(SUMS.value, dtype=torch.int64), scratch(capacity, dtype=logits.dtype)
     filters = {
         "temperatures_ptr": temperatures,
         "top_ks_ptr": top_ks,
         "top_ps_ptr": top_ps,
         "min_ps_ptr": min_ps,
     }
-    sizes = {
+    strides = {
         "logits_stride": logits.stride(0),
         "temperatures_stride": temperatures.stride(0),
         "top_ks_stride": top_ks.stride(0),
         "top_ps_stride": top_ps.stride(0),
         "min_ps_stride": 0 if min_ps is None else min_ps.stride(0),
-        "vocab_size": vocab_size,
     }
+    draw: dict[str, Any] = dict.fromkeys(("ids_ptr", "seeds_ptr", "positions_ptr", "best_ptr", "token_ptr"))
+    draw_strides = dict.fromkeys(("seeds_stride", "seeds_word_stride", "positions_stride"), 0)
+    if draws_by is not None:
+        seeds, positions = draws_by
+        check_column(op, "seeds", seeds, torch.int32, (batch, 2))
+        check_column(op, "positions", positions, torch.int32, (batch,))
+        draw = {
+            "ids_ptr": scratch(capacity, dtype=torch.int32),
+            "seeds_ptr": seeds,
+            "positions_ptr": positions,
+            "best_ptr": scratch(parts),
+            "token_ptr": scratch(parts, dtype=torch.int32),
+        }
+        draw_strides = {
+            "seeds_stride": seeds.stride(0),
+            "seeds_word_stride": seeds.stride(1),
+            "positions_stride": positions.stride(0),
+        }
     found = {"extremes_ptr": extremes, "bounds_ptr": bounds, "sums_ptr": sums}
+    spans = {"vocab_size": vocab_size, "tiles": tiles, "span": span}
     vector = 16 // logits.element_size()
-    rows = {"ROWS": min(32 * _SUM_WARPS, tile // vector), "VECTOR": vector}
-    pdl = {"PDL": supports_pdl(device)}
-    options = {"num_warps": 8, **pdl_options(device)}
-    sum_options = {"num_warps": _SUM_WARPS, **pdl_options(device)}
+    rows = {"ROWS": min(32 * _WARPS, tile // vector), "VECTOR": vector}
+    ways = {
+        "HARDWARE": has_hardware_log(device) if hardware is None else hardware,
+        "PDL": supports_pdl(device),
+    }
+    options = {"num_warps": _WARPS, **pdl_options(device)}
 
     measure = Launch(
         kernel=_extremes_kernel,
-        grid=(tiles, batch),
+        grid=(cdiv(tiles, _WARPS), batch),
         args={
             "logits_ptr": logits,
             "extremes_ptr": extremes,
             "sums_ptr": sums,
             "logits_stride": logits.stride(0),
             "vocab_size": vocab_size,
+            "tiles": tiles,
         },
-        constexprs={"TILE": tile, **pdl},
+        constexprs={
+            "TILE": tile,
+            "TILES_AT_ONCE": _WARPS,
+            "WIDTH": min(32 * vector, tile),
+            "PDL": ways["PDL"],
+        },
         options=options,
     )
     coarse = Launch(
         kernel=_coarse_kernel,
-        grid=(tiles, batch),
-        args={"logits_ptr": logits, **filters, **found, **sizes},
-        constexprs={"TILE": tile, "TILES": lanes, **rows, **pdl},
-        options=sum_options,
+        grid=(parts, batch),
+        args={"logits_ptr": logits, **filters, **found, **strides, **spans},
+        constexprs={"TILE": tile, "TILES": lanes, **rows, **ways},
+        options=options,
     )
     fine = Launch(
         kernel=_fine_kernel,
-        grid=(tiles, batch),
-        args={"logits_ptr": logits, **filters, **found, **sizes},
-        constexprs={"TILE": tile, **rows, "CAPACITY": capacity, **pdl},
-        options=sum_options,
+        grid=(parts, batch),
+        args={"logits_ptr": logits, **filters, **found, **strides, **spans},
+        constexprs={"TILE": tile, **rows, "CAPACITY": capacity, **ways},
+        options=options,
     )
     collect = Launch(
         kernel=_collect_kernel,
-        grid=(tiles, batch),
-        args={"logits_ptr": logits, **filters, **found, "list_ptr": listed, **sizes},
-        constexprs={"TILE": tile, "CAPACITY": capacity, **pdl},
+        grid=(parts, batch),
+        args={"logits_ptr": logits, **filters, **found, "list_ptr": listed, **draw, **strides, **draw_strides, **spans},
+        constexprs={"TILE": tile, **rows, "CAPACITY": capacity, **ways},
         options=options,
     )
-    threshold = Launch(
-        kernel=_threshold_kernel,
+    choice = Launch(
+        kernel=_choice_kernel,
         grid=(batch,),
         args={
             "logits_ptr": logits,
@@ -139,13 +176,61 @@ def plan_kept_threshold(
             "bounds_ptr": bounds,
             "sums_ptr": sums,
             "list_ptr": listed,
+            **draw,
             "out_ptr": out,
-            **sizes,
+            **strides,
+            **draw_strides,
+            "vocab_size": vocab_size,
+            "parts": parts,
         },
-        constexprs={"CAPACITY": capacity, "FEW": min(_FEW, capacity), **pdl},
-        options={"num_warps": 16, **pdl_options(device)},
+        constexprs={
+            "PARTS": lanes,
+            "FEW": min(_FEW, capacity),
+            "CAPACITY": capacity,
+            **ways,
+        },
+        options={"num_warps": _CHOICE_WARPS, **pdl_options(device)},
     )
-    return [measure, coarse, fine, collect, threshold]
+    return [measure, coarse, fine, collect, choice]
+
+
+def plan_kept_threshold(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    out: torch.Tensor,
+    tile: int = KEPT_TILE,
+    *,
+    min_ps: torch.Tensor | None = None,
+    capacity: int = CAPACITY,
+    hardware: bool | None = None,
+) -> list[Launch]:
+    """Plan of `kept_threshold` into out fp32 [B], with scratch of its own.
+
+    The result depends neither on the tile nor on the capacity of a list, a power of two.
+    """
+    op = "kept_threshold"
+    return _plan(op, logits, temperatures, top_ks, top_ps, min_ps, None, out, tile, capacity, hardware)
+
+
+def plan_sample_tokens(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    tile: int = KEPT_TILE,
+    *,
+    min_ps: torch.Tensor | None = None,
+    capacity: int = CAPACITY,
+    hardware: bool | None = None,
+) -> list[Launch]:
+    """Plan of `sample_tokens` into out int32 [B], as `plan_kept_threshold`."""
+    draws_by = seeds, positions
+    return _plan("sample_tokens", logits, temperatures, top_ks, top_ps, min_ps, draws_by, out, tile, capacity, hardware)
 
 
 def kept_threshold(

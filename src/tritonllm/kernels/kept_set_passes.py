@@ -1,4 +1,6 @@
-"""The passes of `kept_set.py` over rows of logits: from the tiles' extremes to a short list that holds the threshold.
+"""The passes of `kept_set.py` over rows of logits: from the tiles' extremes to the bracket of a threshold.
+
+A program takes `span` tiles of a row, a thread of it one vector of tokens at a time.
 
 What a row passes on lies in two arrays that the first pass clears or a single program fills:
     sums int64 [SUMS]: mass of all tokens, mass above the bracket, tokens put on the list, and from 8 and 16 on what
@@ -35,7 +37,6 @@ LARGEST, SMALLEST, LINEAR, GEOMETRIC = (tl.constexpr(place) for place in (0, 1, 
 COARSE_LOW, COARSE_HIGH, FINE_TOP, FINE_STEP = (tl.constexpr(place) for place in (4, 5, 6, 7))
 LOW, HIGH = (tl.constexpr(place) for place in (8, 9))
 
-_MANY = tl.constexpr(2**62)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of finite logits
 
 
@@ -63,14 +64,28 @@ def _edge_sums(x, weight, top, linear, geometric, FIRST: tl.constexpr, STRIDE: t
 
 
 @triton.jit
-def _tile_sums(
+def _pair_sum(x):
+    """Sums [R] over the columns of x [R, C] in an order that no layout changes."""
+    if x.shape[1] == 1:
+        sums = tl.reshape(x, [x.shape[0]])
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        sums = _pair_sum(even + odd)
+    return sums
+
+
+@triton.jit
+def _span_sums(
     row_ptr,
-    tile,
+    maxima_ptr,
+    first_tile,
+    last_tile,
     vocab_size,
     largest,
     temperature,
     top_k,
     lowest_counted,
+    bottom,
     top,
     linear,
     geometric,
@@ -78,61 +93,98 @@ def _tile_sums(
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
     EDGES: tl.constexpr,
+    CUTS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
-    """What a tile adds to the amount at or above each edge [EDGES], and to the mass of all tokens; both int64.
+    """What tiles that reach the bottom add to the amount at or above each edge [EDGES], and to the mass; both int64.
 
-    A thread keeps what it reads at once: one row of [ROWS, VECTOR] tokens.
+    The mass of a row is the sum over its vectors, each rounded once: sums of tokens that no filter takes apart.
     """
     sums = tl.zeros([ROWS, EDGES], tl.float32)
     masses = tl.zeros([ROWS], tl.int64)
     within = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [ROWS, VECTOR]
-    for start in tl.static_range(0, TILE, ROWS * VECTOR):
-        token = tile * TILE + start + within
-        x = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        ratio = tl.where(x >= lowest_counted, probability_ratio(x, largest, temperature), 0.0)
-        masses += tl.sum(fixed_point(ratio), axis=1)
-        sums += _edge_sums(x, tl.where(top_k > 0, 1.0, ratio), top, linear, geometric, 0, 1, EDGES)
+    of_mass, of_count = tl.where(top_k > 0, 0.0, 1.0), tl.where(top_k > 0, 1.0, 0.0)
+    for tile in range(first_tile, last_tile):
+        if tl.load(maxima_ptr + tile) >= bottom:
+            for start in tl.static_range(0, TILE, ROWS * VECTOR):
+                token = tile * TILE + start + within
+                x = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+                ratio = probability_ratio(x, largest, temperature, HARDWARE)
+                if CUTS:
+                    ratio = tl.where(x >= lowest_counted, ratio, 0.0)
+                masses += fixed_point(_pair_sum(ratio))
+                sums += _edge_sums(x, ratio * of_mass + of_count, top, linear, geometric, 0, 1, EDGES)
     amount = tl.sum(sums, axis=0)
     return tl.where(top_k > 0, amount.to(tl.int64), fixed_point(amount)), tl.sum(masses, axis=0)
 
 
 @triton.jit
-def _bracket(sums_ptr, needed, top, linear, geometric, EDGES: tl.constexpr):
-    """The highest edge that reaches what is needed and the lowest that does not, with the amounts at or above them.
+def bracket(sums_ptr, needed, top, linear, geometric, EDGES: tl.constexpr):
+    """The highest edge that reaches what is needed and the lowest that does not; -inf and inf without such an edge.
 
-    Without such an edge: -inf and a huge amount, inf and 0. The margin is for sums that were rounded.
+    The margin is for sums that were rounded.
     """
     edge = tl.arange(0, EDGES)
     logit = top - (linear * (edge + 1) + geometric * (1 << edge))  # [EDGES]
     amount = tl.load(sums_ptr + edge)
     margin = needed >> 18
-    reaches = amount >= needed + margin
-    fails = amount < needed - margin
-    low, high = tl.where(reaches, logit, float("-inf")), tl.where(fails, logit, float("inf"))
-    at_low, at_high = tl.where(reaches, amount, _MANY), tl.where(fails, amount, 0)
-    return tl.max(low, axis=0), tl.min(high, axis=0), tl.min(at_low, axis=0), tl.max(at_high, axis=0)
+    low = tl.where(amount >= needed + margin, logit, float("-inf"))
+    high = tl.where(amount < needed - margin, logit, float("inf"))
+    return tl.max(low, axis=0), tl.min(high, axis=0)
 
 
 @triton.jit
+def _most_tokens(sums_ptr, low, high, largest, linear, geometric, temperature, top_k, HARDWARE: tl.constexpr):
+    """How many tokens there may be at or above the edge low, and how many of them below the edge high; fp32.
+
+    Between two edges no token is lighter than one at the lower.
+    """
+    edge = tl.arange(0, COARSE_EDGES)
+    logit = largest - (linear * (edge + 1) + geometric * (1 << edge))  # [COARSE_EDGES]
+    amount = tl.load(sums_ptr + COARSE + edge) - tl.load(sums_ptr + COARSE + edge - 1, mask=edge > 0, other=0)
+    lightest = MASS_SCALE * probability_ratio(logit, largest, temperature, HARDWARE)
+    tokens = amount.to(tl.float32) / tl.where(top_k > 0, 1.0, lightest)
+    tokens = tl.where(logit >= low, tokens, 0.0)
+    unknown = tl.where(low > float("-inf"), 0.0, float("inf"))
+    return tl.sum(tokens, axis=0) + unknown, tl.sum(tl.where(logit < high, tokens, 0.0), axis=0) + unknown
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _extremes_kernel(
-    logits_ptr, extremes_ptr, sums_ptr, logits_stride, vocab_size, TILE: tl.constexpr, PDL: tl.constexpr
+    logits_ptr,
+    extremes_ptr,
+    sums_ptr,
+    logits_stride,
+    vocab_size,
+    tiles,
+    TILE: tl.constexpr,
+    TILES_AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Largest logit of each tile and smallest above -inf, -inf if it holds NaN: [2, tiles]; clears the row's sums."""
     start_after_previous(PDL)
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    x = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    largest = tl.max(tl.where(x == x, x, float("-inf")), axis=0)
-    smallest = tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=0)
-    has_nan = tl.max((x != x).to(tl.int32), axis=0)
-    tiles = tl.num_programs(0)
-    tl.store(extremes_ptr + row * 2 * tiles + tile, largest)
-    tl.store(extremes_ptr + (row * 2 + 1) * tiles + tile, tl.where(has_nan > 0, float("-inf"), smallest))
-    if tile == 0:
+    row = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) * TILES_AT_ONCE + tl.arange(0, TILES_AT_ONCE)
+    largest = tl.full([TILES_AT_ONCE, WIDTH], float("-inf"), tl.float32)
+    smallest = tl.full([TILES_AT_ONCE, WIDTH], float("inf"), tl.float32)
+    for start in tl.static_range(0, TILE, WIDTH):
+        token = tile[:, None] * TILE + start + tl.arange(0, WIDTH)[None, :]  # [TILES_AT_ONCE, WIDTH]
+        x = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
+        x = x.to(tl.float32)
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+        smallest = tl.minimum(smallest, tl.where(x > float("-inf"), x, float("inf")))
+    has_nan = tl.max((largest != largest).to(tl.int32), axis=1)
+    largest = tl.max(tl.where(largest == largest, largest, float("-inf")), axis=1)
+    smallest = tl.min(smallest, axis=1)
+    extremes_ptr += row * 2 * tiles
+    tl.store(extremes_ptr + tile, largest, mask=tile < tiles)
+    tl.store(extremes_ptr + tiles + tile, tl.where(has_nan > 0, float("-inf"), smallest), mask=tile < tiles)
+    if tl.program_id(0) == 0:
         tl.store(sums_ptr + row * SUMS + tl.arange(0, SUMS), tl.zeros([SUMS], tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "span"])
 def _coarse_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -148,23 +200,26 @@ def _coarse_kernel(
     top_ps_stride,
     min_ps_stride,
     vocab_size,
+    tiles,
+    span,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The mass of all tokens, and what lies above edges spread over where the threshold can be."""
     start_after_previous(PDL)
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature, top_k, top_p, min_p, searches = row_filters(
         temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
         temperatures_stride, top_ks_stride, top_ps_stride, min_ps_stride, row, vocab_size,
     )  # fmt: skip
-    tiles = tl.num_programs(0)
+    extremes_ptr += row * 2 * tiles
     lane = tl.arange(0, TILES)
-    maxima = tl.load(extremes_ptr + row * 2 * tiles + lane, mask=lane < tiles, other=float("-inf"))  # [TILES]
-    minima = tl.load(extremes_ptr + (row * 2 + 1) * tiles + lane, mask=lane < tiles, other=float("inf"))
+    maxima = tl.load(extremes_ptr + lane, mask=lane < tiles, other=float("-inf"))  # [TILES]
+    minima = tl.load(extremes_ptr + tiles + lane, mask=lane < tiles, other=float("inf"))
     smallest = tl.min(minima, axis=0)
     largest = tl.where(smallest == float("-inf"), float("nan"), tl.max(maxima, axis=0))
     # Top-p: all tokens further down together hold less than (1 - p) of the mass, so the threshold is above.
@@ -174,7 +229,7 @@ def _coarse_kernel(
     spread = largest - tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), axis=0)
     geometric = tl.where(spread > 0.0, spread, largest - smallest) / COARSE_EDGES
     linear, geometric = tl.where(top_k > 0, 0.0, linear), tl.where(top_k > 0, geometric, 0.0)
-    if tile == 0:
+    if part == 0:
         bounds_ptr += row * BOUNDS
         tl.store(bounds_ptr + LARGEST, largest)
         tl.store(bounds_ptr + SMALLEST, smallest)
@@ -182,17 +237,17 @@ def _coarse_kernel(
         tl.store(bounds_ptr + GEOMETRIC, geometric)
     if not (searches & (largest > float("-inf"))):
         return
-    lowest_counted = tl.maximum(min_p_cut(largest, temperature, min_p), _LOWEST)
-    amount, total = _tile_sums(
-        logits_ptr + row * logits_stride, tile, vocab_size, largest, temperature, top_k,
-        lowest_counted, largest, linear, geometric, TILE, ROWS, VECTOR, COARSE_EDGES,
+    amount, total = _span_sums(
+        logits_ptr + row * logits_stride, extremes_ptr, part * span, tl.minimum((part + 1) * span, tiles),
+        vocab_size, largest, temperature, top_k, min_p_cut(largest, temperature, min_p), _LOWEST,
+        largest, linear, geometric, TILE, ROWS, VECTOR, COARSE_EDGES, min_ps_ptr is not None, HARDWARE,
     )  # fmt: skip
     sums_ptr += row * SUMS
     tl.atomic_add(sums_ptr + TOTAL, total, sem="relaxed")
     tl.atomic_add(sums_ptr + COARSE + tl.arange(0, COARSE_EDGES), amount, mask=amount > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "span"])
 def _fine_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -208,15 +263,21 @@ def _fine_kernel(
     top_ps_stride,
     min_ps_stride,
     vocab_size,
+    tiles,
+    span,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
     CAPACITY: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where the coarse bracket may hold more tokens than a list: what lies above edges within it."""
+    """Where the coarse bracket may hold more tokens than a list: what lies above edges within it.
+
+    Where all tokens from its lower end on fit the list, it has no upper end.
+    """
     start_after_previous(PDL)
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature, top_k, top_p, min_p, searches = row_filters(
         temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
         temperatures_stride, top_ks_stride, top_ps_stride, min_ps_stride, row, vocab_size,
@@ -228,86 +289,23 @@ def _fine_kernel(
         return
     needed = tl.where(top_k > 0, top_k.to(tl.int64), share_of(tl.load(sums_ptr + TOTAL), top_p))
     linear, geometric = tl.load(bounds_ptr + LINEAR), tl.load(bounds_ptr + GEOMETRIC)
-    low, high, at_low, at_high = _bracket(sums_ptr + COARSE, needed, largest, linear, geometric, COARSE_EDGES)
-    # None of the tokens between is lighter than one at the lower end.
-    lightest = tl.where(top_k > 0, 1.0, MASS_SCALE * probability_ratio(low, largest, temperature))
-    tokens = tl.where(top_k > 0, at_low, at_low - at_high).to(tl.float32)
-    fits = (tokens <= CAPACITY * lightest) | (vocab_size <= CAPACITY)
+    low, high = bracket(sums_ptr + COARSE, needed, largest, linear, geometric, COARSE_EDGES)
+    from_low, between = _most_tokens(sums_ptr, low, high, largest, linear, geometric, temperature, top_k, HARDWARE)
+    all_fit = (from_low <= CAPACITY) | (vocab_size <= CAPACITY)
+    between = tl.where(top_k > 0, from_low, between)
     bottom, top = tl.maximum(low, tl.load(bounds_ptr + SMALLEST)), tl.minimum(high, largest)
-    step = tl.where(fits, 0.0, _short((top - bottom) / FINE_EDGES))
-    if tile == 0:
+    step = tl.where(all_fit | (between <= CAPACITY), 0.0, _short((top - bottom) / FINE_EDGES))
+    if part == 0:
         tl.store(bounds_ptr + COARSE_LOW, low)
-        tl.store(bounds_ptr + COARSE_HIGH, high)
+        tl.store(bounds_ptr + COARSE_HIGH, tl.where(all_fit | (top_k > 0), float("inf"), high))
         tl.store(bounds_ptr + FINE_TOP, top)
         tl.store(bounds_ptr + FINE_STEP, step)
-    if not ((step > 0.0) & (tl.load(extremes_ptr + row * 2 * tl.num_programs(0) + tile) >= bottom)):
+    if not (step > 0.0):
         return
-    lowest_counted = tl.maximum(min_p_cut(largest, temperature, min_p), _LOWEST)
-    amount, _ = _tile_sums(
-        logits_ptr + row * logits_stride, tile, vocab_size, largest, temperature, top_k,
-        lowest_counted, top, step, 0.0, TILE, ROWS, VECTOR, FINE_EDGES,
+    amount, _ = _span_sums(
+        logits_ptr + row * logits_stride, extremes_ptr + row * 2 * tiles, part * span,
+        tl.minimum((part + 1) * span, tiles), vocab_size, largest, temperature, top_k,
+        min_p_cut(largest, temperature, min_p), bottom, top, step, 0.0,
+        TILE, ROWS, VECTOR, FINE_EDGES, min_ps_ptr is not None, HARDWARE,
     )  # fmt: skip
     tl.atomic_add(sums_ptr + FINE + tl.arange(0, FINE_EDGES), amount, mask=amount > 0, sem="relaxed")
-
-
-@triton.jit
-def _collect_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    top_ks_ptr,
-    top_ps_ptr,
-    min_ps_ptr,
-    extremes_ptr,
-    bounds_ptr,
-    sums_ptr,
-    list_ptr,
-    logits_stride,
-    temperatures_stride,
-    top_ks_stride,
-    top_ps_stride,
-    min_ps_stride,
-    vocab_size,
-    TILE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Lists the tokens of the last bracket and adds the mass above it. With top-k the bracket has no upper end."""
-    start_after_previous(PDL)
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature, top_k, top_p, min_p, searches = row_filters(
-        temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
-        temperatures_stride, top_ks_stride, top_ps_stride, min_ps_stride, row, vocab_size,
-    )  # fmt: skip
-    bounds_ptr += row * BOUNDS
-    sums_ptr += row * SUMS
-    largest = tl.load(bounds_ptr + LARGEST)
-    if not (searches & (largest > float("-inf"))):
-        return
-    low, high = tl.load(bounds_ptr + COARSE_LOW), tl.load(bounds_ptr + COARSE_HIGH)
-    step = tl.load(bounds_ptr + FINE_STEP)
-    if step > 0.0:
-        needed = tl.where(top_k > 0, top_k.to(tl.int64), share_of(tl.load(sums_ptr + TOTAL), top_p))
-        fine_top = tl.load(bounds_ptr + FINE_TOP)
-        fine_low, fine_high, _, _ = _bracket(sums_ptr + FINE, needed, fine_top, step, 0.0, FINE_EDGES)
-        low, high = tl.maximum(low, fine_low), tl.minimum(high, fine_high)
-    if tile == 0:
-        tl.store(bounds_ptr + LOW, low)
-        tl.store(bounds_ptr + HIGH, high)
-    tile_max = tl.load(extremes_ptr + row * 2 * tl.num_programs(0) + tile)
-    if tile_max < low:
-        return
-
-    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
-    logit = tl.load(logits_ptr + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
-    x = logit.to(tl.float32)
-    above = (x >= high) & (top_k == 0)
-    if (tile_max >= high) & (top_k == 0):
-        above_mass = fixed_point(probability_ratio(x, largest, temperature))
-        tl.atomic_add(sums_ptr + ABOVE, tl.sum(tl.where(above, above_mass, 0), axis=0), sem="relaxed")
-    listed = (x >= low) & (x > float("-inf")) & (above == 0)
-    count = tl.sum(listed.to(tl.int32), axis=0)
-    if count > 0:
-        first = tl.atomic_add(sums_ptr + LISTED, count.to(tl.int64), sem="relaxed")
-        if first < CAPACITY:
-            place = first.to(tl.int32) + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-            tl.store(list_ptr + row * CAPACITY + place, logit, mask=listed & (place < CAPACITY))

@@ -59,9 +59,14 @@ def logit_of_key(key, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def probability_ratio(x, largest, temperature):
+def probability_ratio(x, largest, temperature, HARDWARE: tl.constexpr):
     """How many times as likely as the likeliest token, whose logit is finite; fp32."""
-    return tl.exp2((x - largest) * (_LOG2_E / temperature))
+    exponent = (x - largest) * (_LOG2_E / temperature)
+    if HARDWARE:
+        # Without ".ftz" each argument would be scaled for subnormal results, which have no mass.
+        instruction: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(instruction, "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(exponent)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
-"""The last pass of `kept_set.py`: one program a row finds the exact threshold.
+"""Searching for a threshold: in the list of a row, or in all of its logits.
 
-It searches the list that the passes before it made, once exact sums have shown that the threshold is in it. Where it
-is not (more equal tokens than a list holds, a larger top-k, an edge that rounding put wrong) it searches the whole row,
-which is slower by far and right whatever came before.
+A list holds all tokens of its bracket, or all from its lower end on. It is believed once exact sums have shown that the
+threshold is in it.
 """
 
 from __future__ import annotations
@@ -10,66 +9,150 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.dependent_launch import start_after_previous
-from tritonllm.kernels.kept_set_passes import ABOVE, BOUNDS, HIGH, LARGEST, LISTED, LOW, SUMS, TOTAL
-from tritonllm.kernels.kept_set_rules import (
-    fixed_point,
-    logit_of_key,
-    min_p_cut,
-    order_key,
-    probability_ratio,
-    row_filters,
-    share_of,
-)
-from tritonllm.kernels.noise import MIN_TEMPERATURE
+from tritonllm.kernels.kept_set_rules import fixed_point, order_key, probability_ratio, share_of
 
-_ROW_TILE = tl.constexpr(4096)
+_ROW_TILE = tl.constexpr(2048)
+_LISTED_AT_ONCE = tl.constexpr(512)
 
 
 @triton.jit
-def _highest_reaching(key, amount, needed, low, high):
-    """The highest of the keys low .. high that, with those above it, reaches what is needed, as low does."""
+def _list_reaches(
+    list_ptr, count, middle, lowest, largest, temperature, cut, MASS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Number of tokens of a list at or above the key middle, or mass of those that are not below `lowest` or the cut.
+
+    Also the lowest key at or above the middle and the highest below it, 2^32 - 1 and 0 where there is none.
+    """
+    reached = tl.zeros([_LISTED_AT_ONCE], tl.int64)
+    at = tl.full([_LISTED_AT_ONCE], 2**32 - 1, tl.uint32)
+    below = tl.zeros([_LISTED_AT_ONCE], tl.uint32)
+    for start in range(0, count, _LISTED_AT_ONCE):
+        lane = start + tl.arange(0, _LISTED_AT_ONCE)
+        live = lane < count
+        logit = tl.load(list_ptr + lane, mask=live, other=float("-inf"))
+        key = order_key(logit)
+        amount = live.to(tl.int64)
+        if MASS:
+            x = logit.to(tl.float32)
+            ratio = probability_ratio(x, largest, temperature, HARDWARE)
+            amount = fixed_point(tl.where(live & (key >= lowest) & (x >= cut), ratio, 0.0))
+        upper = key >= middle
+        reached += tl.where(upper, amount, 0)
+        at = tl.minimum(at, tl.where(live & upper, key, 2**32 - 1))
+        below = tl.maximum(below, tl.where(live & (key < middle), key, 0))
+    return tl.sum(reached, axis=0), tl.min(at, axis=0), tl.max(below, axis=0)
+
+
+@triton.jit
+def _highest_of_list(
+    list_ptr, count, needed, at_low, low, high, largest, temperature, cut, MASS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """The highest key of a list that reaches what is needed with those above it; low does, with `at_low`.
+
+    No key of the list is above high. Each round takes an end to a key of the list further in, beside a guess by how
+    the amount falls between them, or beside the middle.
+    """
+    lowest = low
+    at_next = at_low * 0
+    guesses = low <= high
     while low < high:
-        middle = high - ((high - low) >> 1)
-        if tl.sum(tl.where(key >= middle, amount, 0), axis=0) >= needed:
-            low = middle
-        else:
-            high = middle - 1
+        steps = high - low - 1
+        share = (at_low - needed).to(tl.float32) / (at_low - at_next).to(tl.float32)
+        guess = tl.minimum((share * steps.to(tl.float32)).to(tl.uint32), steps)
+        middle = low + 1 + tl.where(guesses, guess, steps >> 1)
+        guesses = guesses == 0
+        reached, at, below = _list_reaches(list_ptr, count, middle, lowest, largest, temperature, cut, MASS, HARDWARE)
+        reaches = reached >= needed
+        low, at_low = tl.where(reaches, at, low), tl.where(reaches, reached, at_low)
+        high, at_next = tl.where(reaches, high, below), tl.where(reaches, at_next, reached)
     return low
 
 
 @triton.jit
-def _search_list(list_ptr, count, low_end, above, total, largest, temperature, top_k, top_p, cut, SIZE: tl.constexpr):
+def _search_list(
+    list_ptr, count, low_end, high_end, above, total, largest, temperature, top_k, top_p, cut, HARDWARE: tl.constexpr
+):
     """Key of the threshold by the count tokens of a list, and whether they show that it is the row's."""
-    lane = tl.arange(0, SIZE)
-    live = lane < count
-    x = tl.load(list_ptr + lane, mask=live, other=float("-inf"))  # [SIZE]
-    key = order_key(x)
-    high = tl.max(tl.where(live, key, 0), axis=0)
-    low = tl.min(tl.where(live, key, high), axis=0)
-    x = x.to(tl.float32)
-    mass = fixed_point(tl.where(live & (x >= cut), probability_ratio(x, largest, temperature), 0.0))
+    high = order_key(tl.minimum(high_end, largest).to(list_ptr.dtype.element_ty))
+    low = tl.full([], 0, tl.uint32)
     found = count > 0
     if top_k > 0:
         if count >= top_k:
-            low = _highest_reaching(key, live.to(tl.int64), top_k.to(tl.int64), low, high)
-            mass = tl.where(key >= low, mass, 0)
+            _, low, _ = _list_reaches(list_ptr, count, low, low, largest, temperature, cut, False, HARDWARE)
+            low = _highest_of_list(
+                list_ptr, count, top_k.to(tl.int64), count.to(tl.int64), low, high,
+                largest, temperature, cut, False, HARDWARE,
+            )  # fmt: skip
         else:
             # The list may hold all tokens above -inf: then the k-th largest logit is that.
             found = found & (low_end == float("-inf"))
             low = order_key(tl.full([], float("-inf"), list_ptr.dtype.element_ty))
-        total = tl.sum(mass, axis=0)
-        above = tl.full([], 0, tl.int64)
     if top_p < 1.0:
+        listed, lowest, _ = _list_reaches(list_ptr, count, low, low, largest, temperature, cut, True, HARDWARE)
+        if top_k > 0:
+            total, above = listed, listed * 0
         needed = share_of(total, top_p) - above
-        found = found & (needed > 0) & (needed <= tl.sum(mass, axis=0))
+        found = found & (needed > 0) & (needed <= listed)
         if found:
-            low = _highest_reaching(key, mass, needed, low, high)
+            low = _highest_of_list(
+                list_ptr, count, needed, listed, lowest, high, largest, temperature, cut, True, HARDWARE
+            )
     return low, found
 
 
 @triton.jit
-def _reached(row_ptr, vocab_size, first, second, third, lowest, largest, temperature, cut, MASS: tl.constexpr):
+def _rank_list(
+    list_ptr, count, low_end, above, total, largest, temperature, top_k, top_p, cut, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """`_search_list` for a short list: every token is compared with every other, and nothing is searched."""
+    lane = tl.arange(0, SIZE)
+    live = lane < count
+    key = order_key(tl.load(list_ptr + lane, mask=live, other=float("-inf")))  # [SIZE]
+    tokens = tl.zeros([SIZE], tl.int32)  # at or above each
+    masses = tl.zeros([SIZE], tl.int64)
+    for start in range(0, count, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        logit = tl.load(list_ptr + other, mask=other < count, other=float("-inf"))  # [CHUNK]
+        x = logit.to(tl.float32)
+        ratio = probability_ratio(x, largest, temperature, HARDWARE)
+        mass = fixed_point(tl.where((other < count) & (x >= cut), ratio, 0.0))
+        reaches = (order_key(logit)[:, None] >= key[None, :]) & (other < count)[:, None]  # [CHUNK, SIZE]
+        tokens += tl.sum(reaches.to(tl.int32), axis=0)
+        masses += tl.sum(tl.where(reaches, mass[:, None], 0), axis=0)
+    found = count > 0
+    low = tl.full([], 0, tl.uint32)
+    if top_k > 0:
+        if count >= top_k:
+            low = tl.max(tl.where(live & (tokens >= top_k), key, 0), axis=0)
+        else:
+            # The list may hold all tokens above -inf: then the k-th largest logit is that.
+            found = found & (low_end == float("-inf"))
+            low = order_key(tl.full([], float("-inf"), list_ptr.dtype.element_ty))
+        total = tl.max(tl.where(live & (key >= low), masses, 0), axis=0)
+        above = tl.full([], 0, tl.int64)
+    if top_p < 1.0:
+        needed = share_of(total, top_p) - above
+        reaches_needed = live & (key >= low) & (masses >= needed)
+        found = found & (needed > 0) & (tl.max(reaches_needed.to(tl.int32), axis=0) > 0)
+        low = tl.max(tl.where(reaches_needed, key, low), axis=0)
+    return low, found
+
+
+@triton.jit
+def _reached(
+    row_ptr,
+    vocab_size,
+    first,
+    second,
+    third,
+    lowest,
+    largest,
+    temperature,
+    cut,
+    MASS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """Number of tokens at or above each of three keys, or mass of those that are not below `lowest` or the cut."""
     lane = tl.arange(0, _ROW_TILE)
     at_first = tl.zeros([_ROW_TILE], tl.int64)
@@ -83,7 +166,7 @@ def _reached(row_ptr, vocab_size, first, second, third, lowest, largest, tempera
         if MASS:
             x = logit.to(tl.float32)
             # If the largest is infinite its equals count, and nothing else.
-            ratio = tl.where(x == largest, 1.0, probability_ratio(x, largest, temperature))
+            ratio = tl.where(x == largest, 1.0, probability_ratio(x, largest, temperature, HARDWARE))
             amount = fixed_point(tl.where(mask & (key >= lowest) & (x >= cut), ratio, 0.0))
         at_first += tl.where(key >= first, amount, 0)
         at_second += tl.where(key >= second, amount, 0)
@@ -93,7 +176,18 @@ def _reached(row_ptr, vocab_size, first, second, third, lowest, largest, tempera
 
 @triton.jit
 def _highest_of_row(
-    row_ptr, vocab_size, needed, low, high, first, second, largest, temperature, cut, MASS: tl.constexpr
+    row_ptr,
+    vocab_size,
+    needed,
+    low,
+    high,
+    first,
+    second,
+    largest,
+    temperature,
+    cut,
+    MASS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """`_highest_reaching` for a row, among the keys low .. high, four ways a round, `first` and `second` to begin with.
 
@@ -103,7 +197,7 @@ def _highest_of_row(
     third = high
     while low < high:
         at_first, at_second, at_third = _reached(
-            row_ptr, vocab_size, first, second, third, lowest, largest, temperature, cut, MASS
+            row_ptr, vocab_size, first, second, third, lowest, largest, temperature, cut, MASS, HARDWARE
         )
         new_low = tl.where(at_first >= needed, first, low)
         high = tl.where(at_first >= needed, high, first - 1)
@@ -118,7 +212,9 @@ def _highest_of_row(
 
 
 @triton.jit
-def _search_row(row_ptr, vocab_size, low_end, high_end, largest, temperature, top_k, top_p, cut):
+def search_row(
+    row_ptr, vocab_size, low_end, high_end, total, largest, temperature, top_k, top_p, cut, HARDWARE: tl.constexpr
+):
     """Key of the threshold by the whole row. The ends of the bracket are where it is tried first."""
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
     low = order_key(tl.full([], float("-inf"), DTYPE))
@@ -129,72 +225,57 @@ def _search_row(row_ptr, vocab_size, low_end, high_end, largest, temperature, to
     if top_k > 0:
         needed = top_k.to(tl.int64)
         low = _highest_of_row(
-            row_ptr, vocab_size, needed, low, high, first, second, largest, temperature, cut, MASS=False
+            row_ptr,
+            vocab_size,
+            needed,
+            low,
+            high,
+            first,
+            second,
+            largest,
+            temperature,
+            cut,
+            MASS=False,
+            HARDWARE=HARDWARE,
         )
         first, second = low, low
     if top_p < 1.0:
-        total, _, _ = _reached(row_ptr, vocab_size, low, low, low, low, largest, temperature, cut, MASS=True)
+        if (top_k > 0) | (largest == float("inf")):
+            total, _, _ = _reached(row_ptr, vocab_size, low, low, low, low, largest, temperature, cut, True, HARDWARE)
         needed = share_of(total, top_p)
         low = _highest_of_row(
-            row_ptr, vocab_size, needed, low, high, first, second, largest, temperature, cut, MASS=True
+            row_ptr,
+            vocab_size,
+            needed,
+            low,
+            high,
+            first,
+            second,
+            largest,
+            temperature,
+            cut,
+            MASS=True,
+            HARDWARE=HARDWARE,
         )
     return low
 
 
 @triton.jit
-def _threshold_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    top_ks_ptr,
-    top_ps_ptr,
-    min_ps_ptr,
-    bounds_ptr,
-    sums_ptr,
-    list_ptr,
-    out_ptr,
-    logits_stride,
-    temperatures_stride,
-    top_ks_stride,
-    top_ps_stride,
-    min_ps_stride,
-    vocab_size,
-    CAPACITY: tl.constexpr,
-    FEW: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The threshold of a row, by its list or else by its logits."""
-    start_after_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, min_p, searches = row_filters(
-        temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr,
-        temperatures_stride, top_ks_stride, top_ps_stride, min_ps_stride, row, vocab_size,
-    )  # fmt: skip
-    bounds_ptr += row * BOUNDS
-    sums_ptr += row * SUMS
-    list_ptr += row * CAPACITY
-    largest = tl.load(bounds_ptr + LARGEST)
-    threshold = tl.where(largest == largest, float("-inf"), float("nan"))
-    cut = min_p_cut(largest, temperature, min_p)
-    if searches & (largest > float("-inf")):
-        low, high = tl.load(bounds_ptr + LOW), tl.load(bounds_ptr + HIGH)
-        count = tl.load(sums_ptr + LISTED)
-        above, total = tl.load(sums_ptr + ABOVE), tl.load(sums_ptr + TOTAL)
-        key = tl.full([], 0, tl.uint32)
-        found = count < 0
-        if largest == float("inf"):
-            found = count < 0
-        elif count <= FEW:
+def search_list(
+    list_ptr, count, low_end, high_end, above, total, largest, temperature, top_k, top_p, cut, FEW: tl.constexpr,
+    CAPACITY: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Key of the threshold by the list, and whether the list is believed; in a way that fits the count."""
+    key = tl.full([], 0, tl.uint32)
+    found = count < 0
+    if (largest < float("inf")) & (count <= CAPACITY):
+        if count <= FEW:
+            key, found = _rank_list(
+                list_ptr, count, low_end, above, total, largest, temperature, top_k, top_p, cut,
+                FEW, min(FEW, 32), HARDWARE,
+            )  # fmt: skip
+        else:
             key, found = _search_list(
-                list_ptr, count, low, above, total, largest, temperature, top_k, top_p, cut, SIZE=FEW
+                list_ptr, count, low_end, high_end, above, total, largest, temperature, top_k, top_p, cut, HARDWARE
             )
-        elif count <= CAPACITY:
-            key, found = _search_list(
-                list_ptr, count, low, above, total, largest, temperature, top_k, top_p, cut, SIZE=CAPACITY
-            )
-        if not found:
-            row_ptr = logits_ptr + row * logits_stride
-            key = _search_row(row_ptr, vocab_size, low, high, largest, temperature, top_k, top_p, cut)
-        threshold = logit_of_key(key, logits_ptr.dtype.element_ty)
-    if (temperature >= MIN_TEMPERATURE) & (threshold == threshold):
-        threshold = tl.maximum(threshold, cut)
-    tl.store(out_ptr + row, threshold)
+    return key, found

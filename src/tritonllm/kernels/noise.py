@@ -65,11 +65,10 @@ def _gumbel(word, HARDWARE_LOG: tl.constexpr):
 
 
 @triton.jit
-def gumbel_tile(seed_low, seed_high, position, first_id, TILE: tl.constexpr, HARDWARE_LOG: tl.constexpr):
-    """Noise fp32 [TILE] of the tokens first_id, first_id + 1, ...; first_id and TILE are multiples of 4."""
-    quad = (first_id // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)  # [TILE / 4]
+def _words(seed_low, seed_high, position, quad):
+    """The words of ids 4 q, 4 q + 1, 4 q + 2 and 4 q + 3 for each q of quad, uint32 of any shape."""
     zero = quad * 0
-    a, b, c, d = tl.philox_impl(
+    return tl.philox_impl(
         quad,
         zero + position.to(tl.uint32),
         zero,
@@ -78,9 +77,36 @@ def gumbel_tile(seed_low, seed_high, position, first_id, TILE: tl.constexpr, HAR
         zero + seed_high.to(tl.uint32),
         PHILOX_ROUNDS,
     )
-    # Flattened, the last axes of the joins enumerate a, b, c, d: the words of ids 4q, 4q + 1, 4q + 2, 4q + 3.
+
+
+@triton.jit
+def gumbel_rows(
+    seed_low, seed_high, position, first_id, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE_LOG: tl.constexpr
+):
+    """Noise fp32 [ROWS, WIDTH] of the tokens first_id, first_id + 1, ...; first_id and WIDTH are multiples of 4."""
+    quad = tl.arange(0, ROWS)[:, None] * (WIDTH // 4) + tl.arange(0, WIDTH // 4)[None, :]
+    a, b, c, d = _words(seed_low, seed_high, position, (first_id // 4 + quad).to(tl.uint32))
+    # Flattened, the last axes of the joins enumerate a, b, c, d.
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # [ROWS, WIDTH / 4, 2, 2]
+    return _gumbel(tl.reshape(words, [ROWS, WIDTH]), HARDWARE_LOG)
+
+
+@triton.jit
+def gumbel_tile(seed_low, seed_high, position, first_id, TILE: tl.constexpr, HARDWARE_LOG: tl.constexpr):
+    """Noise fp32 [TILE] of the tokens first_id, first_id + 1, ...; first_id and TILE are multiples of 4."""
+    quad = (first_id // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)  # [TILE / 4]
+    a, b, c, d = _words(seed_low, seed_high, position, quad)
     words = tl.join(tl.join(a, c), tl.join(b, d))  # [TILE / 4, 2, 2]
     return _gumbel(tl.reshape(words, [TILE]), HARDWARE_LOG)
+
+
+@triton.jit
+def gumbel_ids(seed_low, seed_high, position, ids, HARDWARE_LOG: tl.constexpr):
+    """Noise of ids int32 in any order, a Philox call each."""
+    quad = (ids >> 2).to(tl.uint32)
+    a, b, c, d = _words(seed_low, seed_high, position, quad)
+    even, odd = tl.where((ids & 2) > 0, c, a), tl.where((ids & 2) > 0, d, b)
+    return _gumbel(tl.where((ids & 1) > 0, odd, even), HARDWARE_LOG)
 
 
 @triton.jit

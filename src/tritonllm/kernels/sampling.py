@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dependent_launch import pdl_options, start_after_previous
-from tritonllm.kernels.kept_set import kept_threshold
+from tritonllm.kernels.kept_set import plan_sample_tokens
 from tritonllm.kernels.launch import Launch, check, runs_kernel, supports_pdl
 from tritonllm.kernels.logits import TILE, check_column, check_logits, tiling
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_tile, has_hardware_log, perturb
@@ -286,5 +286,7 @@ def sample_tokens(
     """
     if not runs_kernel(logits):
         return reference.sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions, min_ps)
-    thresholds = kept_threshold(logits, temperatures, top_ks, top_ps, min_ps)
-    return _pick(logits, temperatures, seeds, positions, thresholds)
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    for launch in plan_sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions, out, min_ps=min_ps):
+        launch.run()
+    return out
