@@ -18,7 +18,7 @@ from tritonllm.kernels.kept_set_search import search_list, search_row
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_ids, gumbel_tile, perturb
 
 _LISTED_AT_ONCE = tl.constexpr(512)
-_ROW_TILE = tl.constexpr(2048)
+_ROW_TILE = tl.constexpr(1024)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tritonllm.kernels.kept_set_rules import fixed_point, order_key, probability_ratio, share_of
 
-_ROW_TILE = tl.constexpr(2048)
+_ROW_TILE = tl.constexpr(1024)
 _LISTED_AT_ONCE = tl.constexpr(512)
 
 
