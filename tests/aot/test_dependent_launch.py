@@ -10,7 +10,7 @@ import torch
 from harness import meta
 
 from tritonllm.kernels.compile_matrix import read
-from tritonllm.kernels.kept_set import plan_kept_threshold
+from tritonllm.kernels.kept_set import plan_kept_threshold, plan_sample_tokens
 from tritonllm.kernels.launch import Launch
 from tritonllm.kernels.recording import recording
 from tritonllm.kernels.targets import TARGETS
@@ -70,8 +70,10 @@ def test_a_search_for_thresholds_reads_nothing_early() -> None:
     target = TARGETS["sm_90"]
     logits, top_ks = meta(64, 151936), meta(64, dtype=torch.int32)
     temperatures, top_ps, out = (meta(64, dtype=torch.float32) for _ in range(3))
+    seeds, positions, tokens = meta(64, 2, dtype=torch.int32), *(meta(64, dtype=torch.int32) for _ in range(2))
     with recording(target.counts_as):
         plan = plan_kept_threshold(logits, temperatures, top_ks, top_ps, out)
+        plan += plan_sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions, tokens)
     for launch in plan:
         compiled = launch.aot(target.gpu)
         assert launch.options["launch_pdl"]

@@ -66,7 +66,7 @@ EVERYWHERE = {
     "_coarse_kernel",
     "_fine_kernel",
     "_collect_kernel",
-    "_threshold_kernel",
+    "_choice_kernel",
     "_pick_kernel",
     "_merge_kernel",
 }
@@ -98,15 +98,16 @@ def test_a_family_gets_its_kernels(target: str) -> None:
         assert not names(launches) & HOPPER_ONLY
     newer = target in ("sm_90", "sm_100", "sm_120")
     assert any(launch.options.get("launch_pdl") for launch in launches) == newer
-    assert {launch.constexprs["HARDWARE_LOG"] for launch in of(launches, "_pick_kernel")} == {target.startswith("sm")}
+    nvidia = target.startswith("sm")
+    assert {launch.constexprs["HARDWARE_LOG"] for launch in of(launches, "_pick_kernel")} == {nvidia}
+    assert {launch.constexprs["HARDWARE"] for launch in of(launches, "_collect_kernel")} == {nvidia}
 
 
 def test_a_start_of_several_ranks_launches_what_rank_0_does() -> None:
     launches = start("sm_90", world_size=2)
-    (columns,) = {
-        launch.args["vocab_size"] for launch in of(launches, "_pick_kernel") if launch.args["thresholds_ptr"] is None
-    }
+    (columns,) = {launch.args["vocab_size"] for launch in of(launches, "_pick_kernel")}
     assert columns == SHAPE["vocab_size"] // 2
+    assert {launch.args["vocab_size"] for launch in of(launches, "_choice_kernel")} == {SHAPE["vocab_size"]}
     assert {launch.args["tiles"] for launch in of(launches, "_merge_kernel")} >= {2}  # the best of the ranks
     assert names(launches) >= EVERYWHERE | HOPPER_ONLY  # decode steps take the paths of one rank
 
@@ -137,7 +138,8 @@ def test_every_bucket_of_a_decode_step_is_there_with_every_end() -> None:
     # Of rows of a decode step, of the prompts that end in a prefill, and of a prompt's own tokens.
     strides = {launch.args["wanted_stride"] for launch in of(launches, "_tile_kernel")}
     assert len(strides) == 3
-    assert {launch.args["thresholds_ptr"] is None for launch in of(launches, "_pick_kernel")} == {True, False}
+    # With min-p, of adjusted logits, and without.
+    assert {launch.args["min_ps_ptr"] is None for launch in of(launches, "_choice_kernel")} == {True, False}
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

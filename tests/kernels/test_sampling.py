@@ -236,7 +236,6 @@ def test_shards_start_at_multiples_of_four(device: torch.device) -> None:
             rows.temperatures,
             rows.seeds,
             rows.positions,
-            None,
             torch.empty(1, dtype=torch.int32, device=device),
             first_id=6,
         )

@@ -42,7 +42,7 @@ CAPACITY = 8192
 _FEW = 128
 """Tokens of a list that are compared each with each."""
 _WARPS = 4
-_PROGRAMS_PER_MULTIPROCESSOR = 32
+_PROGRAMS_PER_MULTIPROCESSOR = 16
 _CHOICE_WARPS = 16
 
 
@@ -52,82 +52,48 @@ def _span(tiles: int, batch: int, device: torch.device) -> int:
     return max(1, min(tiles, tiles * batch // programs))
 
 
-def _plan(
-    op: str,
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor | None,
-    draws_by: tuple[torch.Tensor, torch.Tensor] | None,
-    out: torch.Tensor,
-    tile: int,
-    capacity: int,
-    hardware: bool | None,
-) -> list[Launch]:
-    """The five passes; with seeds and positions to draw by, out is for tokens."""
-    check_logits(op, logits)
-    batch, vocab_size = logits.shape
-    check_column(op, "temperatures", temperatures, torch.float32, (batch,))
-    check_column(op, "top_ks", top_ks, torch.int32, (batch,))
-    check_column(op, "top_ps", top_ps, torch.float32, (batch,))
-    if min_ps is not None:
-        check_column(op, "min_ps", min_ps, torch.float32, (batch,))
-    check(
-        capacity > 0 and capacity & (capacity - 1) == 0, op, lambda: f"capacity must be a power of two, not {capacity}"
-    )
-    tile, tiles, lanes = tiling(vocab_size, tile)
-    device = logits.device
-    span = _span(tiles, batch, device)
-    parts = cdiv(tiles, span)
+def _filters(
+    op: str, logits: torch.Tensor, columns: dict[str, torch.Tensor | None]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments of what decides about kept tokens, and strides of rows."""
+    strides = {"logits_stride": logits.stride(0)}
+    for name, column in columns.items():
+        if column is not None:
+            check_column(op, name, column, torch.int32 if name == "top_ks" else torch.float32, logits.shape[:1])
+        strides[f"{name}_stride"] = 0 if column is None else column.stride(0)
+    return {f"{name}_ptr": column for name, column in columns.items()}, strides
 
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty((batch, *shape), dtype=dtype, device=device)
 
-    extremes, bounds = scratch(2, tiles), scratch(BOUNDS.value)
-    sums, listed = scratch(SUMS.value, dtype=torch.int64), scratch(capacity, dtype=logits.dtype)
-    filters = {
-        "temperatures_ptr": temperatures,
-        "top_ks_ptr": top_ks,
-        "top_ps_ptr": top_ps,
-        "min_ps_ptr": min_ps,
+def _draw(
+    op: str, draws_by: tuple[torch.Tensor, torch.Tensor] | None, batch: int, capacity: int, parts: int
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments of a draw with scratch for its candidates, and strides; without seeds and positions there is none."""
+    if draws_by is None:
+        pointers = dict.fromkeys(("ids_ptr", "seeds_ptr", "positions_ptr", "best_ptr", "token_ptr"))
+        return pointers, dict.fromkeys(("seeds_stride", "seeds_word_stride", "positions_stride"), 0)
+    seeds, positions = draws_by
+    check_column(op, "seeds", seeds, torch.int32, (batch, 2))
+    check_column(op, "positions", positions, torch.int32, (batch,))
+    arguments = {
+        "ids_ptr": torch.empty((batch, capacity), dtype=torch.int32, device=seeds.device),
+        "seeds_ptr": seeds,
+        "positions_ptr": positions,
+        "best_ptr": torch.empty((batch, parts), dtype=torch.float32, device=seeds.device),
+        "token_ptr": torch.empty((batch, parts), dtype=torch.int32, device=seeds.device),
     }
-    strides = {
-        "logits_stride": logits.stride(0),
-        "temperatures_stride": temperatures.stride(0),
-        "top_ks_stride": top_ks.stride(0),
-        "top_ps_stride": top_ps.stride(0),
-        "min_ps_stride": 0 if min_ps is None else min_ps.stride(0),
+    return arguments, {
+        "seeds_stride": seeds.stride(0),
+        "seeds_word_stride": seeds.stride(1),
+        "positions_stride": positions.stride(0),
     }
-    draw: dict[str, Any] = dict.fromkeys(("ids_ptr", "seeds_ptr", "positions_ptr", "best_ptr", "token_ptr"))
-    draw_strides = dict.fromkeys(("seeds_stride", "seeds_word_stride", "positions_stride"), 0)
-    if draws_by is not None:
-        seeds, positions = draws_by
-        check_column(op, "seeds", seeds, torch.int32, (batch, 2))
-        check_column(op, "positions", positions, torch.int32, (batch,))
-        draw = {
-            "ids_ptr": scratch(capacity, dtype=torch.int32),
-            "seeds_ptr": seeds,
-            "positions_ptr": positions,
-            "best_ptr": scratch(parts),
-            "token_ptr": scratch(parts, dtype=torch.int32),
-        }
-        draw_strides = {
-            "seeds_stride": seeds.stride(0),
-            "seeds_word_stride": seeds.stride(1),
-            "positions_stride": positions.stride(0),
-        }
-    found = {"extremes_ptr": extremes, "bounds_ptr": bounds, "sums_ptr": sums}
-    spans = {"vocab_size": vocab_size, "tiles": tiles, "span": span}
-    vector = 16 // logits.element_size()
-    rows = {"ROWS": min(32 * _WARPS, tile // vector), "VECTOR": vector}
-    ways = {
-        "HARDWARE": has_hardware_log(device) if hardware is None else hardware,
-        "PDL": supports_pdl(device),
-    }
-    options = {"num_warps": _WARPS, **pdl_options(device)}
 
-    measure = Launch(
+
+def _plan_extremes(
+    logits: torch.Tensor, extremes: torch.Tensor, sums: torch.Tensor, tile: int, tiles: int, vector: int
+) -> Launch:
+    """A warp of it takes a tile."""
+    device, (batch, vocab_size) = logits.device, logits.shape
+    return Launch(
         kernel=_extremes_kernel,
         grid=(cdiv(tiles, _WARPS), batch),
         args={
@@ -142,10 +108,45 @@ def _plan(
             "TILE": tile,
             "TILES_AT_ONCE": _WARPS,
             "WIDTH": min(32 * vector, tile),
-            "PDL": ways["PDL"],
+            "PDL": supports_pdl(device),
         },
-        options=options,
+        options={"num_warps": _WARPS, **pdl_options(device)},
     )
+
+
+def _plan(
+    op: str,
+    logits: torch.Tensor,
+    columns: dict[str, torch.Tensor | None],
+    draws_by: tuple[torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor,
+    tile: int,
+    capacity: int,
+    hardware: bool | None,
+) -> list[Launch]:
+    """The five passes; with seeds and positions to draw by, out is for tokens."""
+    check_logits(op, logits)
+    check(
+        capacity > 0 and capacity & (capacity - 1) == 0, op, lambda: f"capacity must be a power of two, not {capacity}"
+    )
+    device, (batch, vocab_size) = logits.device, logits.shape
+    tile, tiles, lanes = tiling(vocab_size, tile)
+    span = _span(tiles, batch, device)
+    parts = cdiv(tiles, span)
+    vector = 16 // logits.element_size()
+
+    filters, strides = _filters(op, logits, columns)
+    draw, draw_strides = _draw(op, draws_by, batch, capacity, parts)
+    extremes = torch.empty((batch, 2, tiles), dtype=torch.float32, device=device)
+    bounds = torch.empty((batch, BOUNDS.value), dtype=torch.float32, device=device)
+    sums = torch.empty((batch, SUMS.value), dtype=torch.int64, device=device)
+    listed = torch.empty((batch, capacity), dtype=logits.dtype, device=device)
+
+    found = {"extremes_ptr": extremes, "bounds_ptr": bounds, "sums_ptr": sums}
+    spans = {"vocab_size": vocab_size, "tiles": tiles, "span": span}
+    rows = {"ROWS": min(32 * _WARPS, tile // vector), "VECTOR": vector}
+    ways = {"HARDWARE": has_hardware_log(device) if hardware is None else hardware, "PDL": supports_pdl(device)}
+    options = {"num_warps": _WARPS, **pdl_options(device)}
     coarse = Launch(
         kernel=_coarse_kernel,
         grid=(parts, batch),
@@ -183,15 +184,10 @@ def _plan(
             "vocab_size": vocab_size,
             "parts": parts,
         },
-        constexprs={
-            "PARTS": lanes,
-            "FEW": min(_FEW, capacity),
-            "CAPACITY": capacity,
-            **ways,
-        },
+        constexprs={"PARTS": lanes, "FEW": min(_FEW, capacity), "CAPACITY": capacity, **ways},
         options={"num_warps": _CHOICE_WARPS, **pdl_options(device)},
     )
-    return [measure, coarse, fine, collect, choice]
+    return [_plan_extremes(logits, extremes, sums, tile, tiles, vector), coarse, fine, collect, choice]
 
 
 def plan_kept_threshold(
@@ -208,10 +204,11 @@ def plan_kept_threshold(
 ) -> list[Launch]:
     """Plan of `kept_threshold` into out fp32 [B], with scratch of its own.
 
-    The result depends neither on the tile nor on the capacity of a list, a power of two.
+    The result depends neither on the tile nor on the capacity of a list, a power of two. `hardware` defaults to whether
+    the logits' device has powers and logs in hardware.
     """
-    op = "kept_threshold"
-    return _plan(op, logits, temperatures, top_ks, top_ps, min_ps, None, out, tile, capacity, hardware)
+    columns = {"temperatures": temperatures, "top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
+    return _plan("kept_threshold", logits, columns, None, out, tile, capacity, hardware)
 
 
 def plan_sample_tokens(
@@ -229,8 +226,8 @@ def plan_sample_tokens(
     hardware: bool | None = None,
 ) -> list[Launch]:
     """Plan of `sample_tokens` into out int32 [B], as `plan_kept_threshold`."""
-    draws_by = seeds, positions
-    return _plan("sample_tokens", logits, temperatures, top_ks, top_ps, min_ps, draws_by, out, tile, capacity, hardware)
+    columns = {"temperatures": temperatures, "top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
+    return _plan("sample_tokens", logits, columns, (seeds, positions), out, tile, capacity, hardware)
 
 
 def kept_threshold(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonllm.kernels.dependent_launch import start_after_previous
-from tritonllm.kernels.kept_set_collect import NO_TOKEN
+from tritonllm.kernels.kept_set_collect import NO_TOKEN, better
 from tritonllm.kernels.kept_set_passes import ABOVE, BOUNDS, HIGH, LARGEST, LISTED, LOW, SUMS, TOTAL
 from tritonllm.kernels.kept_set_rules import logit_of_key, min_p_cut, row_filters
 from tritonllm.kernels.kept_set_search import search_list, search_row
@@ -29,16 +29,19 @@ def _best(score, token, kept):
 
 
 @triton.jit
-def _better(best, winner, score, token):
-    """Of two choices, the one with the higher score, or the lower id."""
-    better = (score > best) | ((score == best) & (token < winner))
-    return tl.where(better, score, best), tl.where(better, token, winner)
+def _best_of_parts(best_ptr, token_ptr, parts, PARTS: tl.constexpr):
+    """The choice of `_collect_kernel`, whose programs drew from a part of the row each."""
+    part = tl.arange(0, PARTS)
+    scores = tl.load(best_ptr + part, mask=part < parts, other=float("-inf"))  # [PARTS]
+    tokens = tl.load(token_ptr + part, mask=part < parts, other=NO_TOKEN)
+    return _best(scores, tokens, part < parts)
 
 
 @triton.jit
 def _draw_from_list(
     list_ptr, ids_ptr, count, threshold, temperature, seed_low, seed_high, position, HARDWARE: tl.constexpr
 ):
+    """The best score of the listed tokens that are kept, and its token."""
     best = tl.full([_LISTED_AT_ONCE], float("-inf"), tl.float32)
     winner = tl.full([_LISTED_AT_ONCE], NO_TOKEN, tl.int32)
     for start in range(0, count, _LISTED_AT_ONCE):
@@ -47,12 +50,13 @@ def _draw_from_list(
         token = tl.load(ids_ptr + lane, mask=lane < count, other=NO_TOKEN)
         noise = gumbel_ids(seed_low, seed_high, position, token, HARDWARE)
         score = tl.where((lane < count) & (x >= threshold), perturb(x, temperature, noise), float("-inf"))
-        best, winner = _better(best, winner, score, tl.where(score > float("-inf"), token, NO_TOKEN))
+        best, winner = better(best, winner, score, tl.where(score > float("-inf"), token, NO_TOKEN))
     return _best(best, winner, winner < NO_TOKEN)
 
 
 @triton.jit
 def _draw_from_row(row_ptr, vocab_size, threshold, temperature, seed_low, seed_high, position, HARDWARE: tl.constexpr):
+    """The token with the best score of all that are kept."""
     best, winner = tl.full([], float("-inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
     for start in range(0, vocab_size, _ROW_TILE):
         token = start + tl.arange(0, _ROW_TILE)
@@ -61,7 +65,7 @@ def _draw_from_row(row_ptr, vocab_size, threshold, temperature, seed_low, seed_h
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             score = perturb(x, temperature, gumbel_tile(seed_low, seed_high, position, start, _ROW_TILE, HARDWARE))
             tile_best, tile_winner = _best(score, token, kept)
-            best, winner = _better(best, winner, tile_best, tile_winner)
+            best, winner = better(best, winner, tile_best, tile_winner)
     return winner
 
 
@@ -133,16 +137,13 @@ def _choice_kernel(
         position = tl.load(positions_ptr + row * positions_stride)
         winner = tl.full([], -1, tl.int32)
         if found:
-            part = tl.arange(0, PARTS)
-            scores = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))  # [PARTS]
-            tokens = tl.load(token_ptr + row * parts + part, mask=part < parts, other=NO_TOKEN)
-            best, winner = _best(scores, tokens, part < parts)
+            best, winner = _best_of_parts(best_ptr + row * parts, token_ptr + row * parts, parts, PARTS)
             if searches:
                 listed_best, listed_token = _draw_from_list(
                     list_ptr, ids_ptr + row * CAPACITY, count, threshold, temperature,
                     seed_low, seed_high, position, HARDWARE,
                 )  # fmt: skip
-                best, winner = _better(best, winner, listed_best, listed_token)
+                best, winner = better(best, winner, listed_best, listed_token)
         elif searches:
             winner = _draw_from_row(
                 row_ptr, vocab_size, threshold, temperature, seed_low, seed_high, position, HARDWARE

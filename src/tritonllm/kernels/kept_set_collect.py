@@ -34,6 +34,36 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def _last_bracket(bounds_ptr, sums_ptr, top_k, top_p, cut):
+    """The bracket of the list: that of the fine edges, where there are some, within that of the coarse ones."""
+    low, high = tl.load(bounds_ptr + COARSE_LOW), tl.load(bounds_ptr + COARSE_HIGH)
+    step = tl.load(bounds_ptr + FINE_STEP)
+    if step > 0.0:
+        needed = tl.where(top_k > 0, top_k.to(tl.int64), share_of(tl.load(sums_ptr + TOTAL), top_p))
+        fine_low, fine_high = bracket(sums_ptr + FINE, needed, tl.load(bounds_ptr + FINE_TOP), step, 0.0, FINE_EDGES)
+        low = tl.maximum(low, fine_low)
+        high = tl.where(top_k > 0, high, tl.minimum(high, fine_high))
+    if top_k == 0:
+        low, high = tl.maximum(low, cut), tl.maximum(high, cut)
+    return low, high
+
+
+@triton.jit
+def _best_of_rows(score, token, allowed):
+    """The highest score of each row of tokens [ROWS, VECTOR] and the lowest id that has it."""
+    score = tl.where(allowed, score, float("-inf"))
+    best = tl.max(score, axis=1)
+    return best, tl.min(tl.where(allowed & (score == best[:, None]), token, NO_TOKEN), axis=1)
+
+
+@triton.jit
+def better(best, winner, score, token):
+    """Of two choices, the one with the higher score, or the lower id."""
+    is_better = (score > best) | ((score == best) & (token < winner))
+    return tl.where(is_better, score, best), tl.where(is_better, token, winner)
+
+
+@triton.jit
 def _append(list_ptr, ids_ptr, listed_ptr, logit, token, listed, CAPACITY: tl.constexpr):
     """Put tokens [ROWS, VECTOR] on a list, in no order that matters."""
     counts = tl.sum(listed.to(tl.int32), axis=1)
@@ -101,17 +131,7 @@ def _collect_kernel(
     searches = searches & (largest > float("-inf"))
     low, high = tl.full([], float("inf"), tl.float32), tl.where(draws, cut, largest)
     if searches:
-        low, high = tl.load(bounds_ptr + COARSE_LOW), tl.load(bounds_ptr + COARSE_HIGH)
-        step = tl.load(bounds_ptr + FINE_STEP)
-        if step > 0.0:
-            needed = tl.where(top_k > 0, top_k.to(tl.int64), share_of(tl.load(sums_ptr + TOTAL), top_p))
-            fine_low, fine_high = bracket(
-                sums_ptr + FINE, needed, tl.load(bounds_ptr + FINE_TOP), step, 0.0, FINE_EDGES
-            )
-            low = tl.maximum(low, fine_low)
-            high = tl.where(top_k > 0, high, tl.minimum(high, fine_high))
-        if top_k == 0:
-            low, high = tl.maximum(low, cut), tl.maximum(high, cut)
+        low, high = _last_bracket(bounds_ptr, sums_ptr, top_k, top_p, cut)
         if part == 0:
             tl.store(bounds_ptr + LOW, low)
             tl.store(bounds_ptr + HIGH, high)
@@ -157,11 +177,7 @@ def _collect_kernel(
                                 tile * TILE + start, ROWS, VECTOR, HARDWARE,
                             )  # fmt: skip
                             score = perturb(x, temperature, noise)
-                        score = tl.where(above, score, float("-inf"))
-                        of_row = tl.max(score, axis=1)
-                        token_of_row = tl.min(tl.where(above & (score == of_row[:, None]), token, NO_TOKEN), axis=1)
-                        better = (of_row > best) | ((of_row == best) & (token_of_row < winner))
-                        best, winner = tl.where(better, of_row, best), tl.where(better, token_of_row, winner)
+                        best, winner = better(best, winner, *_best_of_rows(score, token, above))
     if searches & (high < float("inf")):
         tl.atomic_add(sums_ptr + ABOVE, tl.sum(masses, axis=0), sem="relaxed")
     if best_ptr is not None:

@@ -189,7 +189,7 @@ def _highest_of_row(
     MASS: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """`_highest_reaching` for a row, among the keys low .. high, four ways a round, `first` and `second` to begin with.
+    """The highest key of low .. high that reaches what is needed, four ways a round; `first` and `second` begin.
 
     Mass is that of tokens from the key low on.
     """

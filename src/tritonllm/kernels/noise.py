@@ -38,7 +38,7 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 def has_hardware_log(device: torch.device) -> bool:
-    """Whether kernels on this device take logs from NVIDIA's special function unit."""
+    """Whether kernels on this device take logs, and powers, from NVIDIA's special function unit."""
     return nvidia_capability(device) > (0, 0)
 
 

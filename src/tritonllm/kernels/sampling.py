@@ -7,8 +7,8 @@ Rows below `MIN_TEMPERATURE` are greedy and use no filter. Of equal scores the l
 gives -1. A logit of -inf is never chosen unless all are, which gives id 0. A row depends on nothing but its own logits
 and parameters: not on its neighbours, its place in the batch, the tiles, or earlier calls.
 
-Logits are taken to fp32; the score is rounded once. Each tile of a row names its best token, a second kernel the best
-of the tiles.
+Logits are taken to fp32; the score is rounded once. Without filters each tile of a row names its best token, a second
+kernel the best of the tiles; with filters the passes of `kept_set.py` draw as they go.
 
 A vocabulary may be split by columns: `pick_from_shard` names the best token of a part and its score, with the noise of
 the ids in the whole, and `merge_picks` the best of the parts. The token is that of `pick_tokens` on the whole row.
@@ -36,7 +36,6 @@ def _pick_kernel(
     temperatures_ptr,
     seeds_ptr,
     positions_ptr,
-    thresholds_ptr,
     best_ptr,
     token_ptr,
     logits_stride,
@@ -60,12 +59,8 @@ def _pick_kernel(
     x = tl.load(logits_ptr + row * logits_stride + column, mask=kept, other=float("-inf")).to(tl.float32)
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     kept = kept & (x == x)
-    draws = temperature >= MIN_TEMPERATURE
-    if thresholds_ptr is not None:
-        kept = kept & (x >= tl.load(thresholds_ptr + row))
-        draws = draws & (tl.max(kept.to(tl.int32), axis=0) > 0)  # few tiles hold a kept token
     score = x
-    if draws:
+    if temperature >= MIN_TEMPERATURE:
         seed_low = tl.load(seeds_ptr + row * seeds_stride)
         seed_high = tl.load(seeds_ptr + row * seeds_stride + seeds_word_stride)
         position = tl.load(positions_ptr + row * positions_stride)
@@ -97,7 +92,6 @@ def plan_pick_tokens(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
     out: torch.Tensor,
     tile: int = TILE,
     *,
@@ -107,7 +101,6 @@ def plan_pick_tokens(
 ) -> list[Launch]:
     """Plan of `pick_tokens` into out int32 [B], with scratch of its own; the result does not depend on the tile.
 
-    With thresholds, contiguous fp32 [B], only tokens with a logit at or above that of their row take part.
     Into scores, fp32 [B], goes what the tokens won with. Column 0 is token `first_id`, a multiple of 4. `hardware_log`
     defaults to whether the logits' device has it.
     """
@@ -118,13 +111,6 @@ def plan_pick_tokens(
     check_column(op, "temperatures", temperatures, torch.float32, (batch,))
     check_column(op, "seeds", seeds, torch.int32, (batch, 2))
     check_column(op, "positions", positions, torch.int32, (batch,))
-    if thresholds is not None:
-        check_column(op, "thresholds", thresholds, torch.float32, (batch,))
-        check(
-            thresholds.is_contiguous(),
-            op,
-            lambda: f"thresholds must be contiguous, not of stride {thresholds.stride()}",
-        )
     tile, tiles, lanes = tiling(vocab_size, tile)
     best = torch.empty((batch, tiles), dtype=torch.float32, device=logits.device)
     token = torch.empty((batch, tiles), dtype=torch.int32, device=logits.device)
@@ -136,7 +122,6 @@ def plan_pick_tokens(
             "temperatures_ptr": temperatures,
             "seeds_ptr": seeds,
             "positions_ptr": positions,
-            "thresholds_ptr": thresholds,
             "best_ptr": best,
             "token_ptr": token,
             "logits_stride": logits.stride(0),
@@ -183,19 +168,6 @@ def plan_merge_picks(scores: torch.Tensor, tokens: torch.Tensor, out: torch.Tens
     return _plan_merge(scores, tokens, out, None, triton.next_power_of_2(parts))
 
 
-def _pick(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    thresholds: torch.Tensor | None,
-) -> torch.Tensor:
-    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    for launch in plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out):
-        launch.run()
-    return out
-
-
 def pick_tokens(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
@@ -215,7 +187,10 @@ def pick_tokens(
     """
     if not runs_kernel(logits):
         return reference.pick_tokens(logits, temperatures, seeds, positions)
-    return _pick(logits, temperatures, seeds, positions, None)
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    for launch in plan_pick_tokens(logits, temperatures, seeds, positions, out):
+        launch.run()
+    return out
 
 
 def pick_from_shard(
@@ -238,7 +213,7 @@ def pick_from_shard(
         return reference.pick_from_shard(logits, temperatures, seeds, positions, first_id)
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     scores = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    for launch in plan_pick_tokens(logits, temperatures, seeds, positions, None, out, scores=scores, first_id=first_id):
+    for launch in plan_pick_tokens(logits, temperatures, seeds, positions, out, scores=scores, first_id=first_id):
         launch.run()
     return scores, out
 

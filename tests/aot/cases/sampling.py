@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from harness import Case, meta
 
-from tritonllm.kernels.kept_set import plan_kept_threshold
+from tritonllm.kernels.kept_set import plan_kept_threshold, plan_sample_tokens
 from tritonllm.kernels.launch import Launch
 from tritonllm.kernels.logit_controls import plan_adjust_logits
 from tritonllm.kernels.logprobs import plan_token_logprobs
@@ -16,10 +16,11 @@ from tritonllm.kernels.sampling import plan_merge_picks, plan_pick_tokens
 
 _BATCH = 64
 _VOCAB_SIZE = 151936
+_NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
-def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
-    """The launches of `pick_tokens`, of `sample_tokens`, which passes thresholds, and of two shards and their merge."""
+def _sample(dtype: torch.dtype, hardware: bool = False) -> list[Launch]:
+    """The launches of `pick_tokens`, of `kept_threshold`, of `sample_tokens`, and of two shards and their merge."""
     logits = meta(_BATCH, _VOCAB_SIZE, dtype=dtype)
     temperatures, top_ps, thresholds = (meta(_BATCH, dtype=torch.float32) for _ in range(3))
     top_ks, positions, out = (meta(_BATCH, dtype=torch.int32) for _ in range(3))
@@ -30,26 +31,25 @@ def _sample(dtype: torch.dtype, hardware_log: bool = False) -> list[Launch]:
     )
     half = _VOCAB_SIZE // 2
     return [
-        *plan_pick_tokens(logits, temperatures, seeds, positions, None, out, hardware_log=hardware_log),
-        *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds),
-        *plan_pick_tokens(logits, temperatures, seeds, positions, thresholds, out, hardware_log=hardware_log),
+        *plan_pick_tokens(logits, temperatures, seeds, positions, out, hardware_log=hardware),
+        *plan_kept_threshold(logits, temperatures, top_ks, top_ps, thresholds, hardware=hardware),
+        *plan_sample_tokens(logits, temperatures, top_ks, top_ps, seeds, positions, out, hardware=hardware),
         *plan_pick_tokens(
             logits[:, :half],
             temperatures,
             seeds,
             positions,
-            None,
             out,
             scores=scores,
             first_id=half,
-            hardware_log=hardware_log,
+            hardware_log=hardware,
         ),
         plan_merge_picks(shard_scores, shard_tokens, out),
     ]
 
 
 def _control(dtype: torch.dtype, widths: tuple[int, ...], min_p: bool = False) -> list[Launch]:
-    """`adjust_logits`, thresholds with min-p on what it gives, and `token_logprobs` of so many columns."""
+    """`adjust_logits`, a draw with min-p from what it gives, and `token_logprobs` of so many columns."""
     logits, adjusted = meta(_BATCH, _VOCAB_SIZE, dtype=dtype), meta(_BATCH, _VOCAB_SIZE, dtype=torch.float32)
     rows = meta(_BATCH, HEADER + 128, dtype=torch.int32)
     counts = meta(_BATCH, _VOCAB_SIZE, dtype=torch.int16)
@@ -59,10 +59,9 @@ def _control(dtype: torch.dtype, widths: tuple[int, ...], min_p: bool = False) -
     floats = rows.view(torch.float32)
     launches = plan_adjust_logits(logits, rows, counts, masks, biases, bad_words, recent, adjusted)
     if min_p:
-        thresholds = meta(_BATCH, dtype=torch.float32)
-        launches += plan_kept_threshold(
-            adjusted, floats[:, 2], rows[:, 3], floats[:, 4], thresholds, min_ps=floats[:, 7]
-        )
+        chosen = meta(_BATCH, dtype=torch.int32)
+        columns = floats[:, 2], rows[:, 3], floats[:, 4], rows[:, 5:7], rows[:, 1]
+        launches += plan_sample_tokens(adjusted, *columns, chosen, min_ps=floats[:, 7])
     for width in widths:
         outputs = meta(_BATCH, width, dtype=torch.float32), meta(_BATCH, width, dtype=torch.int32), ranks
         launches += plan_token_logprobs(logits, tokens, rows[:, NUM_LOGPROBS], *outputs)
@@ -75,9 +74,8 @@ CASES = [
     Case("controls-fp32", partial(_control, torch.float32, (21,))),
     Case("qwen3-bf16", partial(_sample, torch.bfloat16)),
     Case("qwen3-fp32", partial(_sample, torch.float32)),
-    Case(
-        "qwen3-bf16-nvidia",
-        partial(_sample, torch.bfloat16, hardware_log=True),
-        only=("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+    *(
+        Case(f"qwen3-{name}-nvidia", partial(_sample, dtype, hardware=True), only=_NVIDIA)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
     ),
 ]
