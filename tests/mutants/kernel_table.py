@@ -2,82 +2,78 @@
 
 from __future__ import annotations
 
-from mutant import Mutant
-
-
-def _kernel(name: str, module: str, old: str, new: str, *tests: str) -> Mutant:
-    files = tuple(f"tests/kernels/test_{test}.py" for test in tests)
-    return Mutant(name, f"tritonllm.kernels.{module}", old, new, files, interpreted=True)
-
+from mutant import kernel_mutant
 
 KERNEL_MUTANTS = (
     # norm, activation
-    _kernel(
+    kernel_mutant(
         "a norm divides by one column too many",
         "norm",
         "sum_of_squares / COLUMNS",
         "sum_of_squares / (COLUMNS + 1)",
         "norm",
     ),
-    _kernel(
+    kernel_mutant(
         "a norm has no epsilon",
         "norm",
         "COLUMNS + eps)",
         "COLUMNS)",
         "norm",
     ),
-    _kernel("the first part of a sum is left out", "norm", "x += tl.load(x_ptr", "x = tl.load(x_ptr", "norm"),
-    _kernel(
+    kernel_mutant("the first part of a sum is left out", "norm", "x += tl.load(x_ptr", "x = tl.load(x_ptr", "norm"),
+    kernel_mutant(
         "silu has a mask one column too narrow",
         "activation",
         "mask = column < COLUMNS",
         "mask = column < COLUMNS - 1",
         "activation",
     ),
-    _kernel(
+    kernel_mutant(
         "gate and up are exchanged",
         "activation",
         "activated * up.to(tl.float32)",
         "gate.to(tl.float32) * silu(up.to(tl.float32))",
         "activation",
     ),
-    _kernel("a unit offset is left out", "norm", "(1.0 + weight.to(tl.float32))", "weight.to(tl.float32)", "norm"),
-    _kernel("the cubic of gelu has the wrong sign", "activation", "(x + 0.044715", "(x - 0.044715", "activation"),
+    kernel_mutant(
+        "a unit offset is left out", "norm", "(1.0 + weight.to(tl.float32))", "weight.to(tl.float32)", "norm"
+    ),
+    kernel_mutant("the cubic of gelu has the wrong sign", "activation", "(x + 0.044715", "(x - 0.044715", "activation"),
     # rotation and cache
-    _kernel("heads turn the other way", "rope", "tl.fma(x, cos, -y * sin)", "tl.fma(x, cos, y * sin)", "rope"),
-    _kernel(
+    kernel_mutant("heads turn the other way", "rope", "tl.fma(x, cos, -y * sin)", "tl.fma(x, cos, y * sin)", "rope"),
+    kernel_mutant(
         "a head too many is rotated",
         "rope",
         "mask = (head < NUM_HEADS) & (dim < HALF)",
         "mask = (head <= NUM_HEADS) & (dim < HALF)",
         "rope",
     ),
-    _kernel("a token without a slot is stored", "kv_store", "if slot >= 0:", "if slot >= -1:", "kv_store"),
-    _kernel(
+    kernel_mutant("a token without a slot is stored", "kv_store", "if slot >= 0:", "if slot >= -1:", "kv_store"),
+    kernel_mutant(
         "a cache row has the wrong place in its block",
         "kv_store",
         "slot % BLOCK_SIZE * token_stride",
         "slot % (BLOCK_SIZE - 1) * token_stride",
         "kv_store",
     ),
-    _kernel(
+    kernel_mutant(
         "a slot's address has 32 bits",
         "kv_store",
         "tl.load(slot_mapping_ptr + token).to(tl.int64)",
         "tl.load(slot_mapping_ptr + token)",
         "far_blocks",
     ),
-    _kernel(
+    kernel_mutant(
         "a fused slot's address has 32 bits",
         "rope_store",
         "tl.load(slot_mapping_ptr + token).to(tl.int64)",
         "tl.load(slot_mapping_ptr + token)",
         "far_blocks",
     ),
-    _kernel(
+    kernel_mutant(
         "values are not stored", "rope_store", "tl.store(v_cache_ptr + head", "tl.store(v_ptr + head", "rope_store"
     ),
-    _kernel(
+    kernel_mutant(
         "a value head too many is stored",
         "rope_store",
         "mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)",
@@ -85,147 +81,147 @@ KERNEL_MUTANTS = (
         "rope_store",
     ),
     # attention
-    _kernel(
+    kernel_mutant(
         "a block's address has 32 bits",
         "paged_attention",
         "block_ids.to(tl.int64) * block_stride",
         "block_ids * block_stride",
         "far_blocks",
     ),
-    _kernel(
+    kernel_mutant(
         "the stride of a block is that of a token",
         "paged_attention",
         "tokens.to(tl.int64) * token_stride",
         "tokens.to(tl.int64) * block_stride",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a group of queries begins at the wrong head",
         "decode_attention",
         "heads = (kv_head * GROUP + group)",
         "heads = (kv_head + group)",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a query head reads the wrong KV head",
         "prefill_attention",
         "kv_head = (head // GROUP)",
         "kv_head = (head % GROUP)",
         "prefill_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "the running sum does not decay",
         "paged_attention",
         "acc * decay[:, None], input_precision",
         "acc, input_precision",
         "prefill_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "values behind a context are not masked",
         "split_attention",
         "values = tl.load(v_ptrs + offsets[:, None], mask=mask, other=0.0)",
         "values = tl.load(v_ptrs + offsets[:, None])",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a decode step sees a key too many",
         "split_attention",
         "tl.arange(0, BLOCK_N) < num_keys",
         "tl.arange(0, BLOCK_N) <= num_keys",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a merge forgets the peaks",
         "split_attention",
         "decay = tl.exp2(peaks - tl.max(peaks, 1)[:, None])",
         "decay = tl.exp2(peaks - peaks)",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "the counter of a merge stays",
         "split_attention",
         'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")',
         "pass",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "queries do not see themselves",
         "prefill_attention",
         "key_positions[None, :] <= positions[:, None]",
         "key_positions[None, :] < positions[:, None]",
         "prefill_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "values on the diagonal are not masked",
         "prefill_attention",
         "values = tl.load(v_ptrs + kv_offsets[:, None], mask=kv_mask, other=0.0)",
         "values = tl.load(v_ptrs + kv_offsets[:, None])",
         "prefill_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a tile writes the rows of the next sequence",
         "prefill_attention",
         "row_mask = (rows < query_len)[:, None]",
         "row_mask = (rows <= query_len)[:, None]",
         "prefill_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a tile of a prompt leaves out the first key of its window",
         "prefill_attention",
         "first_position - WINDOW + 1, 0)",
         "first_position - WINDOW + 2, 0)",
         "windows_and_caps",
     ),
-    _kernel(
+    kernel_mutant(
         "a program with a deep pipeline takes the shared memory of its neighbours",
         "decode_splits",
         "<= limit // grid.programs",
         "<= limit",
         "decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "a decode step sees a key before its window",
         "decode_attention",
         "tl.maximum(context_len - WINDOW, 0)",
         "tl.maximum(context_len - WINDOW - 1, 0)",
         "windows_and_caps",
     ),
-    _kernel(
+    kernel_mutant(
         "the new token does not count as one of the window",
         "fused_decode_attention",
         "tl.maximum(context_len - WINDOW, 0)",
         "tl.maximum(old_len - WINDOW, 0)",
         "windows_and_caps",
     ),
-    _kernel(
+    kernel_mutant(
         "keys before a window are read",
         "split_attention",
         "key_mask = key_mask & (start + tl.arange(0, BLOCK_N) >= first_key)",
         "pass",
         "windows_and_caps",
     ),
-    _kernel(
+    kernel_mutant(
         "a cap is half as wide",
         "paged_attention",
         "(2.0 * scale_log2 / SOFTCAP)",
         "(4.0 * scale_log2 / SOFTCAP)",
         "windows_and_caps",
     ),
-    _kernel(
+    kernel_mutant(
         "the new key is not attended to",
         "fused_decode_attention",
         "is_new = tl.arange(0, BLOCK_G) == GROUP",
         "is_new = tl.arange(0, BLOCK_G) < 0",
         "fused_decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "the new value lands in the keys",
         "fused_decode_attention",
         "tl.store(v_cache_ptr + cache_offset + dim, new_value",
         "tl.store(k_cache_ptr + cache_offset + dim, new_value",
         "fused_decode_attention",
     ),
-    _kernel(
+    kernel_mutant(
         "of equal lengths the later comes first",
         "longest_first",
         "other[None, :] < row[:, None]",
@@ -233,56 +229,56 @@ KERNEL_MUTANTS = (
         "longest_first",
     ),
     # linear layers
-    _kernel(
+    kernel_mutant(
         "a matrix-vector product has no norm weight",
         "skinny_gemv",
         "scale_and_weigh(xs[step], scale, norms[step])",
         "scale_and_weigh(xs[step], scale, norms[step] * 0 + 1)",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "an output behind the last is written",
         "skinny_gemv",
         "y, mask=(row < N) & (cell == 0)",
         "y, mask=(row <= N) & (cell == 0)",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "a column behind a row of x is read",
         "skinny_dot",
         "x_mask = (token < num_tokens) & (x_column < K)",
         "x_mask = (token < num_tokens) & (x_column <= K)",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "a token too many is written",
         "skinny_dot",
         "y, mask=(row < N) & (token < num_tokens)",
         "y, mask=(row < N) & (token <= num_tokens)",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "a direct form reads one later step again and again",
         "skinny_dot",
         "start = (step + AHEAD) * STEP",
         "start = AHEAD * STEP",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "the last step of a direct form reads x behind its row",
         "skinny_dot",
         "xs = xs + (_load_tokens(x_ptrs + start, token, x_column, num_tokens, K - start),)",
         "xs = xs + (_load_tokens(x_ptrs + start, token, x_column, num_tokens, K),)",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "the norm of a direct form is that of the steps in flight",
         "skinny_dot",
         "[BLOCK_M * STEP // 32, 32], tl.float32)\n        for step in tl.static_range(STEPS):",
         "[BLOCK_M * STEP // 32, 32], tl.float32)\n        for step in tl.static_range(AHEAD):",
         "skinny_linear",
     ),
-    _kernel(
+    kernel_mutant(
         "one operand of a direct form has its columns in another order",
         "skinny_dot",
         "weight = _as_operand(_unfold(weights[step], ROWS, SPLIT))",
@@ -291,206 +287,113 @@ KERNEL_MUTANTS = (
         "skinny_linear",
     ),
     # rows and tokens
-    _kernel(
+    kernel_mutant(
         "padding rows advance",
         "decode_rows",
         "live = context_len > 0\n    tl.store(sampled_ptr",
         "live = mask\n    tl.store(sampled_ptr",
         "decode_rows",
     ),
-    _kernel(
+    kernel_mutant(
         "a token outside the vocabulary is looked up",
         "decode_rows",
         "(token < VOCAB_SIZE), token, 0)",
         "(token <= VOCAB_SIZE), token, 0)",
         "decode_rows",
     ),
-    _kernel(
-        "of equal scores the highest id wins",
-        "sampling",
-        "winner = tl.min(tl.where(kept & (score == best), token, _NO_TOKEN), axis=0)",
-        "winner = tl.max(tl.where(kept & (score == best), token, -1), axis=0)",
-        "sampling",
-    ),
-    _kernel(
-        "a column behind the vocabulary may win",
-        "sampling",
-        "kept = column < vocab_size",
-        "kept = column <= vocab_size",
-        "sampling",
-    ),
-    _kernel("NaN is not told", "sampling", "tl.where(has_nan, -1, winner)", "winner", "sampling"),
-    _kernel("noise ignores the position", "noise", "zero + position.to(tl.uint32)", "zero", "sampling"),
-    _kernel(
-        "top-k keeps a token less",
-        "kept_set_search",
-        "live.to(tl.int64), top_k.to(tl.int64), low, high)",
-        "live.to(tl.int64), top_k.to(tl.int64) - 1, low, high)",
-        "kept_set",
-    ),
-    _kernel(
-        "top-p keeps a token less",
-        "kept_set_rules",
-        "tl.ceil(top_p.to(tl.float64) * total.to(tl.float64))",
-        "tl.floor(top_p.to(tl.float64) * total.to(tl.float64) * 0.9)",
-        "kept_set",
-    ),
-    _kernel(
-        "a bracket of top-k has an upper end",
-        "kept_set_passes",
-        "above = (x >= high) & (top_k == 0)",
-        "above = x >= high",
-        "kept_set_paths",
-    ),
-    _kernel(
-        "a bracket that is too full is not split",
-        "kept_set_passes",
-        "step = tl.where(fits, 0.0,",
-        "step = tl.where(largest > 0.0, 0.0,",
-        "kept_set_paths",
-    ),
-    _kernel(
-        "a list is believed whatever it holds",
-        "kept_set_search",
-        "found & (needed > 0) & (needed <= tl.sum(mass, axis=0))",
-        "found",
-        "kept_set_paths",
-    ),
-    _kernel(
-        "a list with fewer tokens than top-k is believed",
-        "kept_set_search",
-        'found & (low_end == float("-inf"))',
-        "found",
-        "kept_set_paths",
-    ),
-    _kernel(
-        "a list is searched that overflowed by one token",
-        "kept_set_search",
-        "elif count <= CAPACITY:",
-        "elif count <= CAPACITY + 1:",
-        "kept_set_paths",
-    ),
-    _kernel(
-        "the search of a row takes an end of the bracket for a bound",
-        "kept_set_search",
-        "new_low = tl.where(at_first >= needed, first, low)",
-        "new_low = first",
-        "kept_set_paths",
-    ),
-    _kernel(
-        "the noise of a shard is that of its columns",
-        "sampling",
-        "position, FIRST_ID + tile * TILE,",
-        "position, tile * TILE,",
-        "sampling",
-    ),
     # controls and log probabilities
-    _kernel(
-        "min-p is a share of the whole mass before top-p",
-        "kept_set_passes",
-        "tl.where(x >= lowest_counted, ",
-        "tl.where(x != lowest_counted, ",
-        "kept_set",
-    ),
-    _kernel(
-        "min-p is a share of the whole mass where a row is searched",
-        "kept_set_search",
-        "mask & (key >= lowest) & (x >= cut)",
-        "mask & (key >= lowest)",
-        "kept_set_paths",
-    ),
-    _kernel(
+    kernel_mutant(
         "a token that is in the prompt alone is not repeated",
         "logit_controls",
         "x = tl.where(word != 0, repeated, x)",
         "x = tl.where((word & 0x7FFF) > 0, repeated, x)",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "a full count begins anew",
         "logit_controls",
         " & ((word & 0x7FFF) < 0x7FFF)",
         "",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "a forbidden token hides NaN",
         "logit_controls",
         "x = tl.where(allowed | (x != x), x,",
         "x = tl.where(allowed, x,",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "padding counts its last token",
         "logit_controls",
         "if tl.load(row_ptr + CONTEXT_LEN) <= 0:",
         "if tl.load(row_ptr + CONTEXT_LEN) < 0:",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "an end is forbidden for one token more",
         "logit_controls",
         "context_len < min_length",
         "context_len <= min_length",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "a token with a bias escapes the mask",
         "logit_controls",
         "forbidden = forbidden | (_is_allowed(masks_ptr + row * masks_stride, token, kept) == 0)",
         "forbidden = forbidden | (_is_allowed(masks_ptr + row * masks_stride, token, kept) > 1)",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "a token with a bias escapes the bad words",
         "logit_controls",
         "(tl.max(found, axis=1) > 0)",
         "(tl.max(found, axis=1) > 1)",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "the newest token is noted one place further",
         "logit_controls",
         "tl.store(recent_ptr + (context_len - 1) % WIDTH, newest)",
         "tl.store(recent_ptr + context_len % WIDTH, newest)",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "bad words hide NaN",
         "logit_controls",
         "mask=kept & (x == x))",
         "mask=kept)",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "a bad word is as long as its table is wide",
         "bad_words",
         "(back > 0)[None, :] & (token >= 0) &",
         "(back > 0)[None, :] &",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "a bad word begins before the sequence",
         "bad_words",
         "mask=(back > 0) & (position >= 0)",
         "mask=back > 0",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "bad words lag one token behind",
         "bad_words",
         "recent = tl.where((back == 1) & (newest >= 0), newest, recent)",
         "recent = tl.where((back == 2) & (newest >= 0), newest, recent)",
         "logit_controls",
     ),
-    _kernel(
+    kernel_mutant(
         "of equal logits the higher id is reported first",
         "logprobs",
         "(0x7FFFFFFF - token).to(tl.int64)",
         "token.to(tl.int64)",
         "logprobs",
     ),
-    _kernel(
+    kernel_mutant(
         "a token is not the best of its equals",
         "logprobs",
         "(x > chosen).to(tl.int32)",
@@ -498,35 +401,35 @@ KERNEL_MUTANTS = (
         "logprobs",
     ),
     # sums over ranks
-    _kernel(
+    kernel_mutant(
         "two sums in a row use the same slots",
         "peer_all_reduce_kernels",
         "(row * 2 + (count & 1)) * WORLD",
         "row * 2 * WORLD",
         "peer_all_reduce",
     ),
-    _kernel(
+    kernel_mutant(
         "a rank adds up another rank's share",
         "peer_all_reduce_kernels",
         "column = rank * SHARE + place",
         "column = (rank + 1) % WORLD * SHARE + place",
         "peer_all_reduce",
     ),
-    _kernel(
+    kernel_mutant(
         "words are taken before they have come",
         "peer_all_reduce_kernels",
         "(words >> 32).to(tl.int32) != count",
         "(words >> 32).to(tl.int32) > count",
         "peer_all_reduce",
     ),
-    _kernel(
+    kernel_mutant(
         "a sum is counted twice",
         "peer_all_reduce_kernels",
         "tl.store(state_ptr + row, count)",
         "tl.store(state_ptr + row, count + 1)",
         "peer_all_reduce",
     ),
-    _kernel(
+    kernel_mutant(
         "the flags of two sums are one",
         "peer_all_reduce_kernels",
         "flags + RANKS * 4, rank",

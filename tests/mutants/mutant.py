@@ -52,3 +52,9 @@ class Mutant:
         if source.count(self.old) != 1:
             raise ValueError(f"{self.path.name} holds {self.old!r} {source.count(self.old)} times; mend the table")
         return source.replace(self.old, self.new)
+
+
+def kernel_mutant(name: str, module: str, old: str, new: str, *tests: str) -> Mutant:
+    """A fault of a kernel, noticed in the interpreter by files of `tests/kernels`, named without "test_"."""
+    files = tuple(f"tests/kernels/test_{test}.py" for test in tests)
+    return Mutant(name, f"tritonllm.kernels.{module}", old, new, files, interpreted=True)

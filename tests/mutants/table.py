@@ -6,6 +6,7 @@ from generation_table import GENERATION_MUTANTS
 from hopper_table import HOPPER_MUTANTS
 from kernel_table import KERNEL_MUTANTS
 from mutant import Mutant
+from sampling_table import SAMPLING_MUTANTS
 
 DEVICE = ("tests/unit/test_cuda_graphs.py", "tests/unit/test_model_runner.py", "tests/unit/test_llm_engine.py")
 CONTROLS = ("tests/unit/test_controls.py",)
@@ -373,6 +374,7 @@ MUTANTS = (
         ("tests/unit/test_layers.py",),
     ),
     *KERNEL_MUTANTS,
+    *SAMPLING_MUTANTS,
     *HOPPER_MUTANTS,
     *GENERATION_MUTANTS,
 )

@@ -69,6 +69,12 @@ def _highest_of_list(
 
 
 @triton.jit
+def _beyond_list(found, low_end, DTYPE: tl.constexpr):
+    """The key of top-k by a list with fewer tokens: that of -inf, if the list holds all tokens above it."""
+    return order_key(tl.full([], float("-inf"), DTYPE)), found & (low_end == float("-inf"))
+
+
+@triton.jit
 def _search_list(
     list_ptr, count, low_end, high_end, above, total, largest, temperature, top_k, top_p, cut, HARDWARE: tl.constexpr
 ):
@@ -84,9 +90,7 @@ def _search_list(
                 largest, temperature, cut, False, HARDWARE,
             )  # fmt: skip
         else:
-            # The list may hold all tokens above -inf: then the k-th largest logit is that.
-            found = found & (low_end == float("-inf"))
-            low = order_key(tl.full([], float("-inf"), list_ptr.dtype.element_ty))
+            low, found = _beyond_list(found, low_end, list_ptr.dtype.element_ty)
     if top_p < 1.0:
         listed, lowest, _ = _list_reaches(list_ptr, count, low, low, largest, temperature, cut, True, HARDWARE)
         if top_k > 0:
@@ -126,9 +130,7 @@ def _rank_list(
         if count >= top_k:
             low = tl.max(tl.where(live & (tokens >= top_k), key, 0), axis=0)
         else:
-            # The list may hold all tokens above -inf: then the k-th largest logit is that.
-            found = found & (low_end == float("-inf"))
-            low = order_key(tl.full([], float("-inf"), list_ptr.dtype.element_ty))
+            low, found = _beyond_list(found, low_end, list_ptr.dtype.element_ty)
         total = tl.max(tl.where(live & (key >= low), masses, 0), axis=0)
         above = tl.full([], 0, tl.int64)
     if top_p < 1.0:
