@@ -121,6 +121,18 @@ def test_what_no_list_holds_is_drawn_from_the_row(device: torch.device, paramete
     assert set(drawn.tokens.tolist()) <= {*range(100, 280), 281}
 
 
+def test_a_list_that_overflows_spares_what_lies_behind_it(device: torch.device) -> None:
+    logits, rows = torch.zeros(1, 300, device=device), alike((0, 0.6, 0.0), device, 1)
+    out = torch.empty(1, dtype=torch.int32, device=device)
+    parameters = rows.temperatures, rows.top_ks, rows.top_ps, rows.seeds, rows.positions
+    behind = {"list_ptr": torch.full((48,), 7.0, device=device), "ids_ptr": torch.full((48,), 7, device=device).int()}
+    for launch in plan_sample_tokens(logits, *parameters, out, tile=64, capacity=32):
+        launch.args.update({name: buffer[:32].view(1, 32) for name, buffer in behind.items() if name in launch.args})
+        launch.run()
+    assert all(bool((buffer[32:] == 7).all()) for buffer in behind.values())
+    assert out.tolist() == rows.pick(logits)
+
+
 @pytest.mark.parametrize("listed", [127, 128, 129])
 def test_ranks_find_what_a_search_finds(device: torch.device, monkeypatch: pytest.MonkeyPatch, listed: int) -> None:
     """Up to 128 tokens are compared each with each; the threshold is that of the longer way, equal logits or not."""

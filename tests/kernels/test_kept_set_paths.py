@@ -9,6 +9,7 @@ import torch
 from examples import LARGE, ON_GPU
 
 from tritonllm.errors import KernelError
+from tritonllm.kernels import kept_set
 from tritonllm.kernels.kept_set import plan_kept_threshold
 from tritonllm.kernels.kept_set_passes import COARSE, FINE_STEP, HIGH, LISTED, LOW, SUMS
 from tritonllm.testing.sampling_rows import Rows, generator, kept_by_sort, logits_row, strided
@@ -140,10 +141,14 @@ def test_few_tokens_above_minus_infinity_are_all_listed(device: torch.device) ->
     assert kept.sum(dim=1).tolist() == [300, 2, 3, 3, 2]
 
 
+@pytest.mark.parametrize("few", [1, 128])
 @pytest.mark.parametrize("amount", [0, 2**61])
-def test_rough_sums_decide_nothing(device: torch.device, amount: int) -> None:
+def test_rough_sums_decide_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, amount: int, few: int
+) -> None:
     """Whatever the edges seem to hold, and wherever the bracket is put, the exact sums notice."""
-    parameters = [(0, 0.9, 0.02), (40, 0.8, 0.0)]
+    monkeypatch.setattr(kept_set, "_FEW", few)
+    parameters = [(0, 0.9, 0.02), (40, 0.8, 0.0), (0, 0.9, 0.0)]
     logits = strided(logits_row("normal", 500).half().expand(len(parameters), -1), device)
     rows = parameters_of(parameters, device)
     expected, _, _ = thresholds_of(logits, rows)

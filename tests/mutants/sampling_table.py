@@ -89,7 +89,7 @@ SAMPLING_MUTANTS = (
         "kept_set_collect",
         "place < CAPACITY",
         "place <= CAPACITY",
-        "kept_set_paths",
+        "kept_set_draws",
     ),
     kernel_mutant(
         "equal tokens of a short list do not reach each other",
