@@ -145,7 +145,7 @@ SAMPLING_MUTANTS = (
         "kept_set_collect",
         "tile * TILE + start, ROWS, VECTOR",
         "tile * TILE, ROWS, VECTOR",
-        "kept_set_draws",
+        "sampling",
     ),
     kernel_mutant(
         "greedy rows among filtered ones take the highest id",
