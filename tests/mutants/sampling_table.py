@@ -183,11 +183,11 @@ SAMPLING_MUTANTS = (
         "kept_set_draws",
     ),
     kernel_mutant(
-        "a draw goes below the bound of min-p",
+        "the bound of min-p does not hold behind top-k",
         "kept_set_choice",
         "threshold = tl.maximum(threshold, cut)",
         "threshold = tl.maximum(threshold, threshold)",
-        "kept_set_draws",
+        "kept_set",
     ),
     kernel_mutant(
         "the noise of listed tokens is that of a neighbour",
