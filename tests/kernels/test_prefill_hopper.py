@@ -74,6 +74,19 @@ def test_neighbours_and_block_order_do_not_matter(
     assert torch.equal(run(many, shape.scale)[:length], run(alone, shape.scale))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_peaks_that_rise_from_block_to_block(head_dim: int, device: torch.device) -> None:
+    """Keys grow to the front, where the kernel comes last: what a thread has summed so far decays at every block."""
+    shape = Shape(num_kv_heads=2, group=2, head_dim=head_dim, block_size=128)
+    batch = paged_batch(shape, [700], [1100], torch.bfloat16, device, seed=1)
+    for factor, block in enumerate(reversed(batch.block_tables[0, : -(-1100 // 128)].tolist()), start=1):
+        batch.k_cache[block] *= factor / 2
+    expected = reference.prefill_attention(
+        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, shape.scale
+    )
+    torch.testing.assert_close(run(batch, shape.scale), expected, **tolerance("prefill_attention", torch.bfloat16))
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
 def test_many_more_tiles_than_programs(num_kv_heads: int, device: torch.device) -> None:
     """Each program takes many tiles of different lengths in turn, and every time gives the same."""

@@ -70,6 +70,20 @@ HOPPER_MUTANTS = (
         _TILES,
     ),
     _hopper(
+        "Hopper: the row sums do not decay",
+        "prefill_hopper_kernel",
+        "total = total * gl.expand_dims(gl.convert_layout(decay, QUARTERS), 1)",
+        "pass",
+        _TILES,
+    ),
+    _hopper(
+        "Hopper: the last block of a tile waits for keys that come only after it",
+        "prefill_hopper_kernel",
+        "pred=i + 1 < num_blocks",
+        "pred=True",
+        _TILES,
+    ),
+    _hopper(
         "Hopper: a prefix does not move the queries",
         "prefill_hopper_kernel",
         "positions = context_len - query_len + row +",

@@ -2,7 +2,7 @@
 
 One producer warp moves queries, keys and values into shared memory by TMA and runs ahead; two consumer warpgroups of
 64 query rows each compute with wgmma. Keys are visited from the diagonal backwards, so only the first blocks need a
-mask. The scores of a block and the values of the one before are issued together, and the softmax hides behind the
+mask. The scores of a block and the values of the one before are issued together, and row maxima are taken behind the
 latter (FlashAttention-3, arXiv:2407.08608). Programs are persistent: one an SM, which deals itself (tile, head) pairs.
 
 Written in Gluon, which is part of Triton and lays out memory and barriers by hand. It has no interpreter: this form is
@@ -86,12 +86,21 @@ def _produce(
 
 
 @gluon.jit
-def _weigh(scores, peak, total, scale_log2):
-    """Weights of a block of scores, what the sum so far decays by, and the new peak and total."""
+def _peak_and_decay(scores, peak, scale_log2):
+    """The peak with a block of scores, and what sums so far decay by."""
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_peak, 1))
-    decay = gl.exp2(peak - new_peak)
-    return weights, decay, new_peak, total * decay + gl.sum(weights, 1)
+    return new_peak, gl.exp2(peak - new_peak)
+
+
+@gluon.jit
+def _weigh(scores, peak, scale_log2):
+    return gl.exp2(scores * scale_log2 - gl.expand_dims(peak, 1))
+
+
+@gluon.jit
+def _quarter_sums(weights, BLOCK_N: gl.constexpr):
+    """Sums [64, 4] of what each of the four threads of a row holds: they meet once, at the end of a tile."""
+    return gl.sum(gl.sum(gl.reshape(weights, [64, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -140,7 +149,6 @@ def _consume(
         )
         if num_blocks > 0:
             peak = gl.full([64], -1.0e30, gl.float32, ROWS)
-            total = gl.full([64], 0.0, gl.float32, ROWS)
             acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, SUMS)
             row = first_row + WARPGROUP * 64
             positions = context_len - query_len + row + gl.arange(0, 64, ROWS)
@@ -157,18 +165,23 @@ def _consume(
             # A masked score is -inf: a large finite number would lose its meaning times the scale.
             visible = gl.expand_dims(first_key + columns, 0) <= gl.expand_dims(positions, 1)
             scores = gl.where(visible, scores, float("-inf"))
-            weights, decay, peak, total = _weigh(scores, peak, total, scale_log2)
+            peak, _ = _peak_and_decay(scores, peak, scale_log2)
+            weights = _weigh(scores, peak, scale_log2)
+            total = _quarter_sums(weights, BLOCK_N)
+            QUARTERS: gl.constexpr = gl.SliceLayout(1, total.type.layout)
             weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
             if first_key + BLOCK_N > context_len:
                 mbarrier.wait(v_full.index(stage), phase)
                 _clear_tail(v_smem.index(stage), first_key, context_len, HEAD_DIM, BLOCK_N)
 
+            following = done + 1
+            ready = k_full.index(following % STAGES)
+            mbarrier.wait(ready, (following // STAGES) & 1, pred=num_blocks > 1)
             for i in range(1, num_blocks):
                 value_stage = done % STAGES
                 value_phase = (done // STAGES) & 1
                 done += 1
                 stage = done % STAGES
-                mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
                 scores = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(value_stage), value_phase)
                 acc = warpgroup_mma(weights, v_smem.index(value_stage), acc, is_async=True)
@@ -178,10 +191,18 @@ def _consume(
                     first_key = (num_blocks - 1 - i) * BLOCK_N
                     visible = gl.expand_dims(first_key + columns, 0) <= gl.expand_dims(positions, 1)
                     scores = gl.where(visible, scores, float("-inf"))
-                new_weights, decay, peak, total = _weigh(scores, peak, total, scale_log2)
+                peak, decay = _peak_and_decay(scores, peak, scale_log2)
+                # The next keys are waited for here, since this wait is a branch: ptxas would move the next one up to
+                # before the maxima. Exponentials follow, so that scaling and packing run while they are computed.
+                following = done + 1
+                ready = k_full.index(following % STAGES)
+                mbarrier.wait(ready, (following // STAGES) & 1, pred=i + 1 < num_blocks)
                 acc = warpgroup_mma_wait(0, deps=[acc, weights])[0]
                 mbarrier.arrive(v_empty.index(value_stage))
                 acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, SUMS)), 1)
+                new_weights = _weigh(scores, peak, scale_log2)
+                total = total * gl.expand_dims(gl.convert_layout(decay, QUARTERS), 1)
+                total += _quarter_sums(new_weights, BLOCK_N)
                 weights = gl.convert_layout(new_weights.to(DTYPE), WEIGHTS)
 
             mbarrier.arrive(q_empty)
@@ -192,7 +213,7 @@ def _consume(
             mbarrier.arrive(v_empty.index(stage))
             done += 1
 
-            acc = acc / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, SUMS)), 1)
+            acc = acc / gl.expand_dims(gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SUMS)), 1)
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, STORED))
             dims = index % NUM_HEADS * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORED))
             offsets = gl.expand_dims((query_start + rows).to(gl.int64) * out_token_stride, 1) + gl.expand_dims(dims, 0)
