@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from examples import EXAMPLES
@@ -29,20 +31,37 @@ SHAPES = st.builds(
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
 LENGTHS = st.one_of(st.integers(0, 700), st.sampled_from([1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384]))
 SEEDS = st.integers(0, 2**16)
+EDGES = [  # (new tokens, tokens before them); blocks have 128 keys, tiles 128 rows and warpgroups 64 of them
+    *[(1, 0), (1, 126), (1, 127), (1, 128), (1, 255)],  # one token, first or last of a block or beside it
+    *[(128, 0), (64, 64), (192, 64), (128, 128), (256, 0), (127, 129)],  # the end is a block's
+    *[(128, 1), (128, 62), (128, 63), (128, 64), (128, 65), (130, 126), (128, 127)],  # a diagonal in two blocks
+    *[(63, 0), (65, 63), (129, 0), (191, 65), (257, 255), (300, 211)],
+]
 
 
-def run(batch: PagedBatch, scale: float, padding: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The output, in `out` if given, NaN where nothing was written; `padding` tiles start behind every query."""
+def run(
+    batch: PagedBatch, scale: float, padding: int = 0, out: torch.Tensor | None = None, programs: int | None = None
+) -> torch.Tensor:
+    """The output, in `out` if given, else NaN where nothing was written; `padding` tiles start behind every query.
+
+    `programs` share the tiles; by default as many as the plan says.
+    """
     tiles = prefill_tiles(batch.query_lens, batch.contexts, HOPPER_TILE_ROWS) + [(0, 2**30)] * padding
     tiles_tensor = torch.tensor(tiles, dtype=torch.int32, device=batch.q.device).reshape(-1, 2)
     if out is None:
-        out = torch.empty(batch.q.shape, dtype=batch.q.dtype, device=batch.q.device)
+        out = torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
     launch = plan_prefill_attention(
         batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, tiles_tensor, HOPPER_TILE_ROWS, scale, out
     )
     assert launch.kernel.is_gluon() or not len(batch.q)
-    launch.run()
+    (replace(launch, grid=(programs,)) if programs else launch).run()
     return out
+
+
+def reference_of(batch: PagedBatch, scale: float) -> torch.Tensor:
+    return reference.prefill_attention(
+        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, scale
+    )
 
 
 @settings(EXAMPLES)
@@ -55,9 +74,7 @@ def test_matches_reference(
     query_lens = [query_len for query_len, _ in pairs]
     contexts = [query_len + prefix for query_len, prefix in pairs]
     batch = paged_batch(shape, query_lens, contexts, dtype, device, seed)
-    expected = reference.prefill_attention(
-        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, shape.scale
-    )
+    expected = reference_of(batch, shape.scale)
     tolerances = tolerance("prefill_attention", dtype)
     torch.testing.assert_close(run(batch, shape.scale, padding), expected, **tolerances)
 
@@ -81,10 +98,50 @@ def test_peaks_that_rise_from_block_to_block(head_dim: int, device: torch.device
     batch = paged_batch(shape, [700], [1100], torch.bfloat16, device, seed=1)
     for factor, block in enumerate(reversed(batch.block_tables[0, : -(-1100 // 128)].tolist()), start=1):
         batch.k_cache[block] *= factor / 2
-    expected = reference.prefill_attention(
-        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, shape.scale
-    )
+    expected = reference_of(batch, shape.scale)
     torch.testing.assert_close(run(batch, shape.scale), expected, **tolerance("prefill_attention", torch.bfloat16))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_edges_of_blocks_and_tiles(head_dim: int, device: torch.device) -> None:
+    """In one batch, alone, and however many programs share the tiles, all of which deal them there and back."""
+    shape = Shape(num_kv_heads=1, group=2, head_dim=head_dim, block_size=128)
+    query_lens = [query_len for query_len, _ in EDGES]
+    contexts = [query_len + prefix for query_len, prefix in EDGES]
+    batch = paged_batch(shape, query_lens, contexts, torch.bfloat16, device, seed=1)
+    out = run(batch, shape.scale)
+    torch.testing.assert_close(out, reference_of(batch, shape.scale), **tolerance("prefill_attention", torch.bfloat16))
+    for programs in (1, 2, 3, 7, 50):
+        assert torch.equal(run(batch, shape.scale, 2, programs=programs), out), f"{programs} programs"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_key_behind_a_query_is_not_seen_even_if_it_is_nan(head_dim: int, device: torch.device) -> None:
+    """One that is left unmasked among hundreds would hardly change a sum: as NaN it cannot be overlooked."""
+    shape = Shape(num_kv_heads=1, group=2, head_dim=head_dim, block_size=128)
+    prefixes = [0, 1, 62, 63, 64, 65, 126, 127, 128, 190, 191, 254, 300]
+    contexts = [prefix + 200 for prefix in prefixes]
+    batch = paged_batch(shape, [200] * len(prefixes), contexts, torch.bfloat16, device, seed=1)
+    clean = run(batch, shape.scale).unflatten(0, (-1, 200))
+    assert clean.isfinite().all()
+    for seen in (1, 2, 62, 63, 64, 65, 66, 127, 128, 129, 199):
+        k_cache = batch.k_cache.clone()
+        for row, (prefix, context) in enumerate(zip(prefixes, contexts, strict=True)):
+            behind = torch.arange(prefix + seen, context, device=device)
+            k_cache[batch.block_tables[row].long()[behind // 128], behind % 128] = float("nan")
+        out = run(replace(batch, k_cache=k_cache), shape.scale).unflatten(0, (-1, 200))
+        assert torch.equal(out[:, :seen], clean[:, :seen]), f"{seen} rows"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_of_one_block_come_right_behind_each_other(head_dim: int, device: torch.device) -> None:
+    """Many for each program, so that the next queries, keys and values are loaded while those before are in use."""
+    shape = Shape(num_kv_heads=1, group=2, head_dim=head_dim, block_size=128)
+    lengths = [1, 64, 128, 65, 100] * 20
+    batch = paged_batch(shape, lengths, lengths, torch.bfloat16, device, seed=1)
+    out = run(batch, shape.scale, programs=2)
+    torch.testing.assert_close(out, reference_of(batch, shape.scale), **tolerance("prefill_attention", torch.bfloat16))
+    assert torch.equal(run(batch, shape.scale), out)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
@@ -94,9 +151,7 @@ def test_many_more_tiles_than_programs(num_kv_heads: int, device: torch.device) 
     query_lens = [1500, 1, 130, 700, 64, 1027, 300]
     contexts = [1500, 900, 130, 1000, 65, 2000, 3000]
     batch = paged_batch(shape, query_lens, contexts, torch.bfloat16, device, seed=1)
-    expected = reference.prefill_attention(
-        batch.q, *batch.cache, batch.cu_seqlens_q, batch.context_lens, torch.empty(0, 2), 0, shape.scale
-    )
+    expected = reference_of(batch, shape.scale)
     first = run(batch, shape.scale)
     torch.testing.assert_close(first, expected, **tolerance("prefill_attention", torch.bfloat16))
     for _ in range(20):

@@ -6,6 +6,10 @@ from mutant import Mutant
 
 # One compilation or a few each, so that all mutants together take little longer than one.
 _TILES = "test_prefill_hopper.py::test_many_more_tiles_than_programs"
+_EDGES = "test_prefill_hopper.py::test_edges_of_blocks_and_tiles"
+_UNSEEN = "test_prefill_hopper.py::test_a_key_behind_a_query_is_not_seen_even_if_it_is_nan"
+_PEAKS = "test_prefill_hopper.py::test_peaks_that_rise_from_block_to_block"
+_SHORT_TILES = "test_prefill_hopper.py::test_tiles_of_one_block_come_right_behind_each_other"
 _PREFILL_PLACES = "test_prefill_hopper.py::test_nothing_beside_the_output_is_written"
 _PREFILL_FAR = "test_prefill_hopper.py::test_rows_may_be_far_apart"
 _LONG_SUMS = "test_hopper_linear.py::test_sums_longer_than_what_is_in_flight"
@@ -30,9 +34,45 @@ HOPPER_MUTANTS = (
     _hopper(
         "Hopper: the second block of the diagonal has no mask",
         "prefill_hopper_kernel",
-        "128 // BLOCK_N + 1",
-        "128 // BLOCK_N",
-        _TILES,
+        "if first_key + BLOCK_N - 1 > first_position:",
+        "if first_key > first_position:",
+        _EDGES,
+    ),
+    _hopper(
+        "Hopper: a block has no mask if its last key alone is hidden",
+        "prefill_hopper_kernel",
+        "if first_key + BLOCK_N - 1 > first_position:",
+        "if first_key + BLOCK_N - 2 > first_position:",
+        _UNSEEN,
+    ),
+    _hopper(
+        "Hopper: a turn that is dealt backwards begins one program too far, so one tile is done twice and one never",
+        "prefill_hopper_kernel",
+        "programs - 1 - program)",
+        "programs - program)",
+        _EDGES,
+    ),
+    _hopper(
+        "Hopper: consumers stay a tile behind",
+        "prefill_hopper_kernel",
+        "_tile_at(turn + 1, num_items",
+        "_tile_at(turn, num_items",
+        _EDGES,
+    ),
+    _hopper(
+        "Hopper: queries are overwritten before they were read",
+        "prefill_hopper_kernel",
+        "mbarrier.wait(q_empty.index(place), ((taken // 2) & 1) ^ 1)",
+        "pass",
+        _SHORT_TILES,
+    ),
+    _hopper(
+        "Hopper: keys and values that share a barrier are overwritten before they were read",
+        "prefill_hopper_kernel",
+        "else:\n                    mbarrier.wait(v_empty.index(stage), phase)",
+        "else:\n                    pass",
+        _PEAKS,
+        _EDGES,
     ),
     _hopper(
         "Hopper: values behind a context are not cleared",
@@ -86,8 +126,8 @@ HOPPER_MUTANTS = (
     _hopper(
         "Hopper: a prefix does not move the queries",
         "prefill_hopper_kernel",
-        "positions = context_len - query_len + row +",
-        "positions = row +",
+        "first_position = context_len - query_len + row",
+        "first_position = row",
         _TILES,
     ),
     _hopper(

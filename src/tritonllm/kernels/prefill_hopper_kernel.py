@@ -1,9 +1,10 @@
 """The Hopper form of prefill attention: the same sums as `prefill_attention`, on the hardware's asynchronous units.
 
-One producer warp moves queries, keys and values into shared memory by TMA and runs ahead; two consumer warpgroups of
-64 query rows each compute with wgmma. Keys are visited from the diagonal backwards, so only the first blocks need a
-mask. The scores of a block and the values of the one before are issued together, and row maxima are taken behind the
-latter (FlashAttention-3, arXiv:2407.08608). Programs are persistent: one an SM, which deals itself (tile, head) pairs.
+One producer warp moves queries, keys and values into shared memory by TMA and runs ahead, into the next tile too; two
+consumer warpgroups of 64 query rows each compute with wgmma. Keys are visited from the diagonal backwards, so only the
+first blocks need a mask. The scores of a block and the values of the one before are issued together, and row maxima are
+taken behind the latter (FlashAttention-3, arXiv:2407.08608). Programs are persistent: one an SM, which deals itself
+(tile, head) pairs.
 
 Written in Gluon, which is part of Triton and lays out memory and barriers by hand. It has no interpreter: this form is
 compared with the reference on a GPU only, and the other form holds wherever this one does not.
@@ -24,18 +25,31 @@ from tritonllm.kernels.gluon_adapter import load_async
 
 
 @gluon.jit
-def _tile_at(index, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, NUM_HEADS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What a program does at an index of the schedule: sequence, first row of the tile in it, tokens before the
-    sequence, its query length and context length, and how many blocks of keys the tile reads (0: padding)."""
-    tile = index // NUM_HEADS
-    sequence = gl.load(tiles_ptr + 2 * tile)
-    first_row = gl.load(tiles_ptr + 2 * tile + 1)
+def _index_at(turn):
+    """The item of a program in a turn. Items come longest first, so every other turn is dealt the other way around:
+    else the first program would have the longest of every turn."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def _tile_at(turn, num_items, tiles_ptr, NUM_HEADS: gl.constexpr):
+    """Sequence and first row of the tile of a turn; of the last tile where there is none."""
+    tile = gl.minimum(_index_at(turn), num_items - 1) // NUM_HEADS
+    return gl.load(tiles_ptr + 2 * tile), gl.load(tiles_ptr + 2 * tile + 1)
+
+
+@gluon.jit
+def _extent(sequence, first_row, exists, cu_seqlens_q_ptr, context_lens_ptr, BLOCK_N: gl.constexpr):
+    """Tokens before the sequence of a tile, its query length and context length, and how many blocks of keys the tile
+    reads (0: padding, or behind the last)."""
     query_start = gl.load(cu_seqlens_q_ptr + sequence)
     query_len = gl.load(cu_seqlens_q_ptr + sequence + 1) - query_start
     context_len = gl.load(context_lens_ptr + sequence)
     end = gl.minimum(context_len, context_len - query_len + first_row + 128)
-    num_blocks = gl.where(first_row < query_len, (end + BLOCK_N - 1) // BLOCK_N, 0)
-    return sequence, first_row, query_start, query_len, context_len, num_blocks
+    num_blocks = gl.where((first_row < query_len) & exists, (end + BLOCK_N - 1) // BLOCK_N, 0)
+    return query_start, query_len, context_len, num_blocks
 
 
 @gluon.jit
@@ -55,20 +69,26 @@ def _produce(
     q_desc, k_desc, v_desc = descriptors
     q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
     num_items, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = schedule
+    # With two stages the next keys must come while these values are in use, so a place of keys is free before that of
+    # their values. With more, one barrier for both is less work.
+    KEYS_APART: gl.constexpr = STAGES == 2
     loaded = 0  # blocks of keys so far, over all tiles: says which stage comes next and in which phase it is
     taken = 0
-    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        sequence, first_row, query_start, query_len, context_len, num_blocks = _tile_at(
-            index, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, NUM_HEADS, BLOCK_N
+    for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        index = _index_at(turn)
+        sequence, first_row = _tile_at(turn, num_items, tiles_ptr, NUM_HEADS)
+        query_start, query_len, context_len, num_blocks = _extent(
+            sequence, first_row, index < num_items, cu_seqlens_q_ptr, context_lens_ptr, BLOCK_N
         )
         if num_blocks > 0:
             head = index % NUM_HEADS
             column = head // GROUP * HEAD_DIM
-            mbarrier.wait(q_empty, (taken & 1) ^ 1)
-            mbarrier.expect(q_full, 128 * HEAD_DIM * 2)
+            place = taken % 2
+            mbarrier.wait(q_empty.index(place), ((taken // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(place), 128 * HEAD_DIM * 2)
             token = query_start + first_row
-            load_async(q_desc, [token, head * HEAD_DIM], q_full, q_smem.index(0))
-            load_async(q_desc, [token + 64, head * HEAD_DIM], q_full, q_smem.index(1))
+            load_async(q_desc, [token, head * HEAD_DIM], q_full.index(place), q_smem.index(2 * place))
+            load_async(q_desc, [token + 64, head * HEAD_DIM], q_full.index(place), q_smem.index(2 * place + 1))
             taken += 1
             table_row_ptr = block_tables_ptr + sequence.to(gl.int64) * table_stride
             for i in range(num_blocks):
@@ -76,10 +96,14 @@ def _produce(
                 phase = ((loaded // STAGES) & 1) ^ 1
                 start = (num_blocks - 1 - i) * BLOCK_N
                 row = gl.load(table_row_ptr + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
-                mbarrier.wait(k_empty.index(stage), phase)
+                if KEYS_APART:
+                    mbarrier.wait(k_empty.index(stage), phase)
+                else:
+                    mbarrier.wait(v_empty.index(stage), phase)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
                 load_async(k_desc, [row, column], k_full.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase)
+                if KEYS_APART:
+                    mbarrier.wait(v_empty.index(stage), phase)
                 mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
                 load_async(v_desc, [row, column], v_full.index(stage), v_smem.index(stage))
                 loaded += 1
@@ -137,31 +161,39 @@ def _consume(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    DIAGONAL_BLOCKS: gl.constexpr = 128 // BLOCK_N + 1  # that a tile of queries can touch
+    KEYS_APART: gl.constexpr = STAGES == 2  # as in `_produce`
     zeros = gl.full([64, BLOCK_N], 0.0, gl.float32, SCORES)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    query = q_smem.index(WARPGROUP)
     done = 0
     taken = 0
-    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        sequence, first_row, query_start, query_len, context_len, num_blocks = _tile_at(
-            index, tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, NUM_HEADS, BLOCK_N
+    next_sequence, next_first_row = _tile_at(0, num_items, tiles_ptr, NUM_HEADS)
+    for turn in range((num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        index = _index_at(turn)
+        sequence = next_sequence
+        first_row = next_first_row
+        query_start, query_len, context_len, num_blocks = _extent(
+            sequence, first_row, index < num_items, cu_seqlens_q_ptr, context_lens_ptr, BLOCK_N
         )
+        next_sequence, next_first_row = _tile_at(turn + 1, num_items, tiles_ptr, NUM_HEADS)
         if num_blocks > 0:
             peak = gl.full([64], -1.0e30, gl.float32, ROWS)
             acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, SUMS)
             row = first_row + WARPGROUP * 64
-            positions = context_len - query_len + row + gl.arange(0, 64, ROWS)
+            first_position = context_len - query_len + row
+            positions = first_position + gl.arange(0, 64, ROWS)
 
             stage = done % STAGES
             phase = (done // STAGES) & 1
             first_key = (num_blocks - 1) * BLOCK_N
-            mbarrier.wait(q_full, taken & 1)
+            place = taken % 2
+            mbarrier.wait(q_full.index(place), (taken // 2) & 1)
+            query = q_smem.index(2 * place + WARPGROUP)
             taken += 1
             mbarrier.wait(k_full.index(stage), phase)
             scores = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(stage))
+            if KEYS_APART:
+                mbarrier.arrive(k_empty.index(stage))
             # A masked score is -inf: a large finite number would lose its meaning times the scale.
             visible = gl.expand_dims(first_key + columns, 0) <= gl.expand_dims(positions, 1)
             scores = gl.where(visible, scores, float("-inf"))
@@ -186,9 +218,10 @@ def _consume(
                 mbarrier.wait(v_full.index(value_stage), value_phase)
                 acc = warpgroup_mma(weights, v_smem.index(value_stage), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(k_empty.index(stage))
-                if i < DIAGONAL_BLOCKS:
-                    first_key = (num_blocks - 1 - i) * BLOCK_N
+                if KEYS_APART:
+                    mbarrier.arrive(k_empty.index(stage))
+                first_key = (num_blocks - 1 - i) * BLOCK_N
+                if first_key + BLOCK_N - 1 > first_position:  # the first row does not see the last key
                     visible = gl.expand_dims(first_key + columns, 0) <= gl.expand_dims(positions, 1)
                     scores = gl.where(visible, scores, float("-inf"))
                 peak, decay = _peak_and_decay(scores, peak, scale_log2)
@@ -205,7 +238,7 @@ def _consume(
                 total += _quarter_sums(new_weights, BLOCK_N)
                 weights = gl.convert_layout(new_weights.to(DTYPE), WEIGHTS)
 
-            mbarrier.arrive(q_empty)
+            mbarrier.arrive(q_empty.index(place))
             stage = done % STAGES
             mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
             acc = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
@@ -244,17 +277,18 @@ def _prefill_hopper_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    q_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 64, HEAD_DIM], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [4, 64, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, HEAD_DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    for place in gl.static_range(2):
+        mbarrier.init(q_full.index(place), count=1)
+        mbarrier.init(q_empty.index(place), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
