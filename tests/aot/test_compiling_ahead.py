@@ -9,6 +9,7 @@ import pytest
 
 PROGRAM = """
 import threading
+from dataclasses import replace
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -85,13 +86,20 @@ def test_every_kernel_is_there_at_the_end_and_none_was_launched() -> None:
     assert done.stdout.endswith("all compiled\n"), done.stderr
 
 
-@pytest.mark.parametrize("stage", ["inside", "compiled", "outside"])
-def test_an_error_of_the_compiler_is_raised_and_what_is_compiled_is_launched(stage: str) -> None:
+def test_what_another_engine_compiled_is_not_launched_inside_either() -> None:
+    """It might take for an index what kernels that are not compiled yet would have written."""
+    inside = "with launch.compiling_ahead():\n    launches[0]._launch(1)\n"
+    known = "launch._compiled = type('Known', (), {'get': lambda self, key: 'what launched it before'})()\n"
+    done = run(inside + known + inside)
+    assert done.stdout.endswith("all compiled\n"), done.stderr
+
+
+@pytest.mark.parametrize("stage", ["inside", "indices", "outside"])
+def test_an_error_of_the_compiler_is_raised_and_what_makes_indices_is_launched(stage: str) -> None:
     """With this driver a launch fails."""
     broken = {
         "inside": "launches[2].constexprs['WARPS'] = 3\nwith launch.compiling_ahead():\n    launches[2]._launch(0)",
-        # What is compiled already is launched inside as well: others may need what it writes.
-        "compiled": "with launch.compiling_ahead():\n    launches[0]._launch(0)",
+        "indices": "with launch.compiling_ahead():\n    replace(launches[0], makes_indices=True)._launch(0)",
         "outside": "launches[0]._launch(0)",
     }[stage]
     done = run(broken)

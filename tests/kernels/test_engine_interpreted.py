@@ -89,26 +89,30 @@ def test_sampled_tokens_do_not_depend_on_the_batch(tmp_path, device: torch.devic
 
 
 @pytest.mark.skipif(not interpreting(), reason="a GPU would not say which look-up failed, and none works after it")
-@pytest.mark.parametrize("compiled", [{"_load_rows_kernel", "_longest_first_kernel"}, set()])
-def test_kernels_that_do_not_run_yet_leave_nothing_to_look_up_by(tmp_path, monkeypatch, compiled: set[str]) -> None:
+@pytest.mark.parametrize("indices", [True, False], ids=["indices", "nothing"])
+def test_kernels_that_do_not_run_leave_nothing_to_look_up_by(tmp_path, monkeypatch, indices: bool) -> None:
     """A start compiles ahead by a pass in which kernels do nothing, so what they would have written is poison here."""
     save_tiny_checkpoint(tiny_hf_config("llama", **SIZES), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 18}
     driver = SimpleNamespace(get_current_device=lambda: 0, set_current_device=lambda device: None)
+    ran: set[str] = set()
     skipped: set[str] = set()
     run = Launch.run
 
-    def run_if_compiled(launch: Launch) -> None:
+    def run_for_indices(launch: Launch) -> None:
         name = launch.kernel.fn.__name__
-        if name in compiled:
+        if indices and launch.makes_indices:
+            ran.add(name)
             run(launch)
         else:
             skipped.add(name)
 
     with LLMEngine(str(tmp_path), device="cpu", **keys) as engine, monkeypatch.context() as patch:
-        patch.setattr(Launch, "run", run_if_compiled)
+        patch.setattr(Launch, "run", run_for_indices)
         # There is no driver to ask for the device, and nothing that a thread would compile.
         patch.setattr("triton.runtime.driver", SimpleNamespace(active=driver))
-        with contextlib.nullcontext() if compiled else pytest.raises(IndexError), torch.inference_mode():
+        with contextlib.nullcontext() if indices else pytest.raises(IndexError), torch.inference_mode():
             engine.runner._compile_ahead()
-    assert not compiled or {"_decode_attention_kernel", "_prefill_attention_kernel", "_merge_kernel"} <= skipped
+    if indices:
+        assert ran == {"_load_rows_kernel"}
+        assert {"_decode_attention_kernel", "_prefill_attention_kernel", "_merge_kernel", "_collect_kernel"} <= skipped

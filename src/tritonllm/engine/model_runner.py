@@ -32,7 +32,6 @@ from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import HEADER, load_rows
 from tritonllm.kernels.launch import compiling_ahead
-from tritonllm.kernels.longest_first import longest_first
 from tritonllm.kernels.prefill_tiling import PrefillTiling
 from tritonllm.models.tensor_parallel import TPGroup
 
@@ -141,8 +140,8 @@ class ModelRunner:
 
     def _compile_ahead(self) -> None:
         """Compile side by side what the rest of the start would compile one by one."""
-        vocab_size = self.resolved.config.vocab_size
-        longest_first(load_rows(self.rows, self.max_num_rows, self.block_size, vocab_size)[3])  # looked up by, so made
+        # Its kernel is the one that runs inside as well, and so is compiled before.
+        load_rows(self.rows, self.max_num_rows, self.block_size, self.resolved.config.vocab_size)
         with compiling_ahead():
             self._decode_every_size()
             self._prefill_every_kernel()

@@ -146,6 +146,7 @@ def plan_load_rows(
             "BLOCK": _BLOCK,
         },
         options={"num_warps": 1},
+        makes_indices=True,  # the embedding's
     )
 
 

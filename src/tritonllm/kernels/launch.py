@@ -104,7 +104,8 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 """Triton's compiled kernels by what decides about them. It keeps them as well, under keys that take longer to make."""
 
 
-_ahead: ContextVar[bool] = ContextVar("ahead", default=False)
+_ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("ahead", default=None)
+"""Inside `compiling_ahead`: what has been given to a thread, under keys as those of `_compiled`."""
 
 
 class _LoadingThreads(ThreadPoolExecutor):
@@ -125,11 +126,12 @@ class _LoadingThreads(ThreadPoolExecutor):
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside, a kernel that was not compiled before is compiled by some thread, and its launches do nothing.
+    """Inside, kernels are compiled by threads, and launches do nothing.
 
     So the kernels of a program are compiled side by side by going through its launches once. All are compiled and
-    loaded at the end. What they would have written is not there, while kernels that had been compiled run: so whoever
-    makes what others look things up by must be among the latter.
+    loaded at the end. What they would have written is not there, and a kernel compiled before for another engine must
+    not take what lies in its place for a count or an index: so none runs, but for those whose `Launch.makes_indices`
+    says that the program itself looks things up by what they write.
     """
     driver = triton.runtime.driver.active
     here = driver.get_current_device()  # which a new thread does not inherit
@@ -137,7 +139,7 @@ def compiling_ahead() -> Iterator[None]:
         _LoadingThreads(initializer=driver.set_current_device, initargs=(here,)) as threads,
         triton.AsyncCompileMode(threads),
     ):
-        token = _ahead.set(True)
+        token = _ahead.set(set())
         try:
             yield
         finally:
@@ -146,7 +148,7 @@ def compiling_ahead() -> Iterator[None]:
 
 def compiles_ahead() -> bool:
     """True inside `compiling_ahead`, where what other ranks wait for must not be launched: they may skip theirs."""
-    return _ahead.get()
+    return _ahead.get() is not None
 
 
 def _kind(value: Any) -> Any:
@@ -175,6 +177,8 @@ class Launch:
             or None.
         constexprs: compile-time arguments by name.
         options: compiler options such as `num_warps` and `num_stages`.
+        makes_indices: whether PyTorch looks things up by what it writes, so that it runs inside `compiling_ahead` too.
+            It may not read what other kernels write, unless they do the same.
     """
 
     kernel: Any
@@ -182,6 +186,7 @@ class Launch:
     args: dict[str, Any]
     constexprs: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+    makes_indices: bool = False
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device, or in the interpreter; in a recording, be noted."""
@@ -208,7 +213,11 @@ class Launch:
             return
         device = next(value.device for value in self.args.values() if isinstance(value, torch.Tensor))
         with torch.cuda.device(device):
-            self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **{**_OPTIONS, **self.options})
+            self._compile()
+
+    def _compile(self) -> None:
+        options = {**_OPTIONS, **self.options}
+        self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **options)
 
     def _launch(self, device_index: int | None) -> None:
         """Through Triton's own launch, or straight into what that compiled before for arguments of the same kind.
@@ -217,7 +226,12 @@ class Launch:
         """
         args, constexprs = self.args.values(), self.constexprs.values()
         key = (id(self.kernel), device_index, *map(_kind, args), *constexprs, *self.options.items())
-        compiled = _compiled.get(key)
+        compiled, ahead = _compiled.get(key), _ahead.get()
+        if ahead is not None and not self.makes_indices:
+            if compiled is None and key not in ahead:
+                ahead.add(key)
+                self._compile()
+            return
         if compiled is None:
             names = [*self.args, *self.constexprs]
             check(
@@ -226,10 +240,6 @@ class Launch:
                 lambda: f"arguments out of order: {names}",
             )
             options = {**_OPTIONS, **self.options}
-            if _ahead.get():
-                kernel = self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **options)
-                if isinstance(kernel, triton.FutureKernel):
-                    return
             _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **options)
             return
         x, y, z = (*self.grid, 1, 1)[:3]
