@@ -7,7 +7,6 @@ milliseconds.
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,7 +93,6 @@ def test_kernels_that_do_not_run_leave_nothing_to_look_up_by(tmp_path, monkeypat
     """A start compiles ahead by a pass in which kernels do nothing, so what they would have written is poison here."""
     save_tiny_checkpoint(tiny_hf_config("llama", **SIZES), tmp_path)
     keys = {"dtype": "float32", "block_size": 4, "max_model_length": 8, "max_num_sequences": 18}
-    driver = SimpleNamespace(get_current_device=lambda: 0, set_current_device=lambda device: None)
     ran: set[str] = set()
     skipped: set[str] = set()
     run = Launch.run
@@ -109,8 +107,6 @@ def test_kernels_that_do_not_run_leave_nothing_to_look_up_by(tmp_path, monkeypat
 
     with LLMEngine(str(tmp_path), device="cpu", **keys) as engine, monkeypatch.context() as patch:
         patch.setattr(Launch, "run", run_for_indices)
-        # There is no driver to ask for the device, and nothing that a thread would compile.
-        patch.setattr("triton.runtime.driver", SimpleNamespace(active=driver))
         with contextlib.nullcontext() if indices else pytest.raises(IndexError), torch.inference_mode():
             engine.runner._compile_ahead()
     if indices:

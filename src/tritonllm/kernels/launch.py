@@ -108,37 +108,32 @@ _ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("ahead", default=No
 """Inside `compiling_ahead`: what has been given to a thread, under keys as those of `_compiled`."""
 
 
-class _LoadingThreads(ThreadPoolExecutor):
-    """Threads that load what they have compiled.
+class _CompilingThreads(ThreadPoolExecutor):
+    """Threads that make a kernel's launcher too.
 
-    For that, Triton 3.6 has a C compiler make a launcher for each kernel, which first launches would wait for one after
-    another.
+    Triton 3.6 runs a C compiler for it and keeps the result on disk; first launches would wait for one after another.
+    Kernels are still loaded by their first launches, lest threads load beside a device at work.
     """
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        def compile_and_load() -> Any:
+        def compile_with_launcher() -> Any:
             kernel = compile_kernel()
-            _ = kernel.run  # a property that loads
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
-        return super().submit(compile_and_load)
+        return super().submit(compile_with_launcher)
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, kernels are compiled by threads, and launches do nothing.
 
-    So the kernels of a program are compiled side by side by going through its launches once. All are compiled and
-    loaded at the end. What they would have written is not there, and a kernel compiled before for another engine must
+    So the kernels of a program are compiled side by side by going through its launches once. All are compiled at
+    the end. What they would have written is not there, and a kernel compiled before for another engine must
     not take what lies in its place for a count or an index: so none runs, but for those whose `Launch.makes_indices`
     says that the program itself looks things up by what they write.
     """
-    driver = triton.runtime.driver.active
-    here = driver.get_current_device()  # which a new thread does not inherit
-    with (
-        _LoadingThreads(initializer=driver.set_current_device, initargs=(here,)) as threads,
-        triton.AsyncCompileMode(threads),
-    ):
+    with _CompilingThreads() as threads, triton.AsyncCompileMode(threads):
         token = _ahead.set(set())
         try:
             yield
