@@ -35,7 +35,7 @@ _CUTS = (
     (1 / 4, DecodeGrid(splits=8, min_keys=1, programs=2, tile_values=64 * 128, stages=4)),
     # One large program does with fewer splits, whose merge such a short step feels.
     (1 / 2, DecodeGrid(splits=2, min_keys=1, programs=1, tile_values=128 * 128, stages=3)),
-    (3, DecodeGrid(splits=2, min_keys=1, programs=2, tile_values=64 * 128, stages=4)),
+    (2.5, DecodeGrid(splits=2, min_keys=1, programs=2, tile_values=64 * 128, stages=4)),
     # From here on the pairs alone fill the SMs: splits serve a sequence far longer than the others, and would only cost
     # the rest a merge.
     (5, DecodeGrid(splits=4, min_keys=2048, programs=2, tile_values=64 * 128, stages=4)),
