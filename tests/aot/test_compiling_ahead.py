@@ -56,6 +56,7 @@ with launch.compiling_ahead():
 compiled = [kernel for each in launches[1:] for kernel in each.kernel.device_caches[0][0].values()]
 assert [bool(kernel.asm["cubin"]) for kernel in compiled] == [True] * 3, compiled
 assert sorted(map(str, made_launchers)) == sorted(str((kernel.src.fn, False)) for kernel in compiled), made_launchers
+assert all(kernel.module is None for kernel in compiled), "a launcher that a thread made may be another kernel's"
 assert not launch._compiled, "nothing was launched"
 BROKEN
 print("all compiled")

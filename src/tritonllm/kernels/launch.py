@@ -112,7 +112,8 @@ class _CompilingThreads(ThreadPoolExecutor):
     """Threads that make a kernel's launcher too.
 
     Triton 3.6 runs a C compiler for it and keeps the result on disk; first launches would wait for one after another.
-    Kernels are still loaded by their first launches, lest threads load beside a device at work.
+    Here it is thrown away: all launchers are modules of one name, of which Python keeps one object, so a thread may
+    find another's function in it. A kernel takes its own when it is loaded, which its first launch does.
     """
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
