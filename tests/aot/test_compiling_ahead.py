@@ -9,18 +9,20 @@ import pytest
 
 PROGRAM = """
 import threading
+from concurrent.futures import wait
 from dataclasses import replace
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import _async_compile, driver
 
 made_launchers = []
+passing = True
 
 
 class Pretended:
     def launcher_cls(self, source, metadata):
-        made_launchers.append((source.fn, threading.current_thread() is threading.main_thread()))
+        made_launchers.append((source.fn, threading.current_thread() is threading.main_thread() or passing))
 
         def launched(*args):
             raise RuntimeError("there is no GPU")
@@ -53,6 +55,8 @@ launches.append(plan_hopper_linear(made(64, 1024), made(4096, 1024), made(64, 40
 with launch.compiling_ahead():
     for each in launches * 2:
         each._launch(0)
+    wait(_async_compile.active_mode.get().raw_futures)
+    passing = False
 compiled = [kernel for each in launches[1:] for kernel in each.kernel.device_caches[0][0].values()]
 assert [bool(kernel.asm["cubin"]) for kernel in compiled] == [True] * 3, compiled
 assert sorted(map(str, made_launchers)) == sorted(str((kernel.src.fn, False)) for kernel in compiled), made_launchers

@@ -8,7 +8,7 @@ the tests compile is what users run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -108,21 +108,14 @@ _ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("ahead", default=No
 """Inside `compiling_ahead`: what has been given to a thread, under keys as those of `_compiled`."""
 
 
-class _CompilingThreads(ThreadPoolExecutor):
-    """Threads that make a kernel's launcher too.
+def _make_launcher(kernel: Any) -> None:
+    """Have the launcher of a compiled kernel on disk.
 
-    Triton 3.6 runs a C compiler for it and keeps the result on disk; first launches would wait for one after another.
-    Here it is thrown away: all launchers are modules of one name, of which Python keeps one object, so a thread may
-    find another's function in it. A kernel takes its own when it is loaded, which its first launch does.
+    Triton 3.6 runs a C compiler for each, and first launches would wait for one after another. It is thrown away, as a
+    kernel takes its own when its first launch loads it: all launchers are modules of one name, of which Python keeps
+    one object, so where two threads load some, each may find the other's function in it.
     """
-
-    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        def compile_with_launcher() -> Any:
-            kernel = compile_kernel()
-            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-            return kernel
-
-        return super().submit(compile_with_launcher)
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @contextmanager
@@ -134,12 +127,16 @@ def compiling_ahead() -> Iterator[None]:
     not take what lies in its place for a count or an index: so none runs, but for those whose `Launch.makes_indices`
     says that the program itself looks things up by what they write.
     """
-    with _CompilingThreads() as threads, triton.AsyncCompileMode(threads):
-        token = _ahead.set(set())
-        try:
-            yield
-        finally:
-            _ahead.reset(token)
+    with ThreadPoolExecutor() as threads:
+        with triton.AsyncCompileMode(threads) as compiling:
+            token = _ahead.set(set())
+            try:
+                yield
+            finally:
+                _ahead.reset(token)
+            given = compiling.raw_futures  # which it forgets at its end
+        # Only now that this thread loads nothing: a program may launch kernels in ways of its own.
+        list(threads.map(_make_launcher, [future.result() for future in given]))
 
 
 def compiles_ahead() -> bool:
