@@ -27,7 +27,7 @@ from tritonllm.engine.sequence import Sequence
 from tritonllm.engine.step_results import StepResults
 from tritonllm.engine.token_choice import TokenChoice
 from tritonllm.engine.upload import to_device
-from tritonllm.engine.warm_up import run_small_and_largest
+from tritonllm.engine.warm_up import run_small_and_largest, take_product_workspace
 from tritonllm.errors import EngineError
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_rows import HEADER, load_rows
@@ -77,6 +77,7 @@ class ModelRunner:
     def _start(self, tp: TPGroup) -> None:
         self.tp = tp
         with torch.inference_mode():
+            take_product_workspace(self.device)
             self.model = build_model(self.resolved, tp)
             if others := self.ranks or self._event:
                 others.wait_until_loaded()

@@ -1,4 +1,4 @@
-"""The prompts that a start runs so that nothing compiles, and memory is measured, before the first request."""
+"""What a start runs so that nothing compiles, and memory is measured, before the first request."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from tritonllm.engine.sequence import Choice, RowSampling
 from tritonllm.kernels.decode_attention import DecodeWorkspace
 from tritonllm.kernels.decode_splits import distinct_batches
 from tritonllm.kernels.prefill_tiling import PrefillTiling
+
+
+def take_product_workspace(device: torch.device) -> None:
+    """Have PyTorch allocate the workspace of its matrix products on a GPU, which it keeps for the life of the process.
+
+    Called before anything large is loaded, so that it gets memory of its own. Else it gets a part of what loading leaves
+    to the allocator, which then could not give the whole of that back, neither to the KV pool nor after `exit`.
+    """
+    if device.type == "cuda":
+        ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(ones, ones)
 
 
 def warm_up_prefills(
