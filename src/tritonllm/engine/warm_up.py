@@ -20,8 +20,8 @@ from tritonllm.kernels.prefill_tiling import PrefillTiling
 def take_product_workspace(device: torch.device) -> None:
     """Have PyTorch allocate the workspace of its matrix products on a GPU, which it keeps for the life of the process.
 
-    Called before anything large is loaded, so that it gets memory of its own. Else it gets a part of what loading leaves
-    to the allocator, which then could not give the whole of that back, neither to the KV pool nor after `exit`.
+    Called before anything large is loaded, so that it gets memory of its own. Else it gets a part of what loading
+    leaves to the allocator, which then cannot give the whole of that back, neither to the KV pool nor after `exit`.
     """
     if device.type == "cuda":
         ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
