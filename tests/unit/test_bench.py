@@ -124,6 +124,26 @@ class TestLatency:
             code, _, err = run("latency", llama, *CPU, *self.SIZES, "--batches", "2", "--regex", "(x", *tokenizer)
             assert (code, why in " ".join(err.split())) == (1, True)
 
+    def test_sampling_reaches_the_requests(self, run, llama: str, monkeypatch) -> None:
+        from tritonllm import LLMEngine
+
+        asked, generate = [], LLMEngine.generate
+
+        def spy(llm: LLMEngine, prompts: Any, params: Any, use_tqdm: bool = False) -> dict[str, Any]:
+            asked.extend(params)
+            return generate(llm, prompts, params, use_tqdm)
+
+        monkeypatch.setattr(LLMEngine, "generate", spy)
+        options = ("--temperature", "0.6", "--top-p", "0.9", "--repetition-penalty", "1.5")
+        told = report(run("latency", llama, *CPU, *self.SIZES, "--batches", "2", "--profile", "--json", *options))
+        assert (told["temperature"], told["top_p"], told["repetition_penalty"]) == (0.6, 0.9, 1.5)
+        measured = asked[1:]  # the first is the engine's own warm-up call, before anything is measured
+        assert measured
+        assert all(each.ignore_eos and each.max_tokens in (1, 2, 16) for each in measured)
+        assert {(each.temperature, each.top_p, each.repetition_penalty) for each in measured} == {(0.6, 0.9, 1.5)}
+        code, _, err = run("latency", llama, *CPU, *self.SIZES, "--top-p", "1.5")
+        assert (code, "top_p" in err) == (1, True)
+
     def test_the_profilers_events_become_kernels_and_busy_time(self, make_engine, monkeypatch) -> None:
         from torch.autograd import DeviceType
 
@@ -150,7 +170,7 @@ class TestLatency:
     def test_a_profile_of_requests_that_end_too_soon_is_an_error(self, make_engine) -> None:
         llm = make_engine(max_num_batched_tokens=5, max_num_sequences=4)
         prompts = [[token] * 30 for token in (5, 6, 7, 8)]
-        bench = SimpleNamespace(llm=llm, prompts=lambda count, length: prompts)
+        bench = SimpleNamespace(llm=llm, sampling=SamplingParams(temperature=0), prompts=lambda count, length: prompts)
         with pytest.raises(EngineError, match="raise --max-num-batched-tokens"):
             step_profile.profile_steps(bench, 4, 30, 8)
         assert llm.scheduler.is_finished()

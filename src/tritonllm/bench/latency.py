@@ -10,7 +10,7 @@ from tritonllm.bench.limits import fraction
 from tritonllm.bench.step_profile import profile_steps
 from tritonllm.bench.timing import Bench, rounded
 from tritonllm.errors import EngineError
-from tritonllm.structured_outputs import StructuredOutputsParams
+from tritonllm.sampling_params import SamplingParams
 
 
 def measure(
@@ -20,20 +20,24 @@ def measure(
     output_tokens: int,
     runs: int,
     profile: bool,
-    regex: str | None = None,
+    sampling: SamplingParams | None = None,
 ) -> dict[str, Any]:
-    """Time batches of random prompts, greedy and with the end of text ignored.
+    """Time batches of random prompts with the end of text ignored, greedy or with other `sampling`.
 
     A step's time is that of `output_tokens` tokens less that of one token, over the steps between: the prompts and what
-    a call costs cancel out. The median of the runs is reported; `output_tokens_per_second` includes the prompts. With a
-    `regex` every output follows it.
+    a call costs cancel out. The median of the runs is reported; `output_tokens_per_second` includes the prompts.
     """
-    bench.structured = None if regex is None else StructuredOutputsParams(regex=regex)
+    if sampling is not None:
+        bench.sampling = sampling
+    chosen = bench.sampling
     return {
         "start_seconds": round(bench.start_seconds, 2),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
-        "regex": regex,
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "repetition_penalty": chosen.repetition_penalty,
+        "regex": chosen.structured_outputs and chosen.structured_outputs.regex,
         "batches": [_batch(bench, batch, prompt_tokens, output_tokens, runs, profile) for batch in batches],
     }
 

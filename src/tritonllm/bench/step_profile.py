@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tritonllm.bench.timing import Bench
 from tritonllm.errors import EngineError
-from tritonllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tritonllm.engine.llm_engine import LLMEngine
@@ -34,7 +34,7 @@ def profile_steps(bench: Bench, batch: int, prompt_tokens: int, output_tokens: i
     """
     llm = bench.llm
     steps = min(_MOST_STEPS, output_tokens // FEWEST_OUTPUT_TOKENS)
-    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+    params = replace(bench.sampling, max_tokens=output_tokens, ignore_eos=True)
     for prompt in bench.prompts(batch, prompt_tokens):
         llm.add_prompt(prompt, params)
     try:

@@ -12,7 +12,6 @@ from tritonllm.bench.limits import Limits, find_rates
 from tritonllm.config import EngineConfig
 from tritonllm.errors import EngineError
 from tritonllm.sampling_params import SamplingParams
-from tritonllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from tritonllm.engine.llm_engine import LLMEngine
@@ -32,11 +31,12 @@ class Bench:
         llm: the engine, which has answered one request already.
         start_seconds: how long making it took, imports of torch included if this was the first use.
         limits: its floors.
-        structured: the form that outputs must have, which is to let them go on for ever; None for none.
+        sampling: how tokens are chosen, greedily unless it is set; a form that it asks for must let outputs go on for
+            ever.
     """
 
     def __init__(self, config: EngineConfig, memory_rate: float | None, matrix_rate: float | None) -> None:
-        self.structured: StructuredOutputsParams | None = None
+        self.sampling = SamplingParams(temperature=0.0)
         start = time.perf_counter()
         from tritonllm import LLMEngine
 
@@ -65,10 +65,11 @@ class Bench:
         return [[self._rng.randint(0, highest) for _ in range(length)] for _ in range(count)]
 
     def timed(self, prompts: list[list[int]], max_tokens: int) -> float:
-        """Seconds of one greedy `generate` that ignores the end of text."""
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        if self.structured is not None:
-            params = replace(params, ignore_eos=False, min_tokens=max_tokens, structured_outputs=self.structured)
+        """Seconds of one `generate` whose outputs do not end before."""
+        form = self.sampling.structured_outputs  # has a say in where an output may end
+        params = replace(
+            self.sampling, max_tokens=max_tokens, ignore_eos=form is None, min_tokens=0 if form is None else max_tokens
+        )
         return timed_generate(self.llm, prompts, [params] * len(prompts))
 
 

@@ -30,6 +30,8 @@ from tritonllm.cli.bench_options import (
     numbers,
 )
 from tritonllm.cli.terminal import say
+from tritonllm.sampling_params import SamplingParams
+from tritonllm.structured_outputs import StructuredOutputsParams
 
 bench_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure a model, and say how near the hardware's limit that is."
@@ -100,6 +102,11 @@ def latency(
     plot: Annotated[
         Path | None, typer.Option("--plot", dir_okay=False, help="Draw latency over batch: a .png, .svg or .pdf file.")
     ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="What the truncation of sampled tokens costs.")] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Other than 1: what controls of single tokens cost.")
+    ] = 1.0,
     regex: Annotated[
         str | None, typer.Option("--regex", help="Outputs follow it, such as '[a-z ]*': what structured output costs.")
     ] = None,
@@ -128,6 +135,12 @@ def latency(
         raise typer.BadParameter(f"--profile looks at the middle of at least 8 --output-tokens, not {output_tokens}.")
     if profile and regex is not None:
         raise typer.BadParameter("--profile takes steps apart in a way that those of --regex do not allow.")
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+    )
     check_output(output)
     if plot is not None:
         if plot.suffix.lower() not in SUFFIXES:
@@ -158,7 +171,7 @@ def latency(
         config,
         memory_rate,
         matrix_rate,
-        lambda it: measure(it, sizes, prompt_tokens, output_tokens, runs, profile, regex),
+        lambda it: measure(it, sizes, prompt_tokens, output_tokens, runs, profile, sampling),
     )
     _tell(report, as_json, output)
     if plot is not None:
