@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -21,49 +22,70 @@ from tritonllm.models.decode_path import DecodePath
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-PROMPTS = [[7, 8, 9], list(range(100, 160)), list(range(300, 557))]
+FEW = {"max_num_sequences": 4, "max_num_batched_tokens": 512}
+"""As many rows as prompts, so one is padding once the first has ended. Fewer sizes start sooner, here many times."""
+
+PROMPTS = [[7, 8, 9], list(range(100, 160)), list(range(300, 557)), list(range(600, 620))]
+
+
+ENDS: list[dict[str, Any]] = [
+    {"max_tokens": 24, "temperature": 0},
+    {"max_tokens": 24, "temperature": 0.8},
+    {"max_tokens": 16, "top_k": 40},
+    {"max_tokens": 8, "min_p": 0.02, "repetition_penalty": 1.2, "logit_bias": {7: 3.0}, "logprobs": 1},
+]
+"""From the last to the first they end, so that steps choose in every way: with controls, filtered and plainly."""
 
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_two_gpus_give_the_tokens_of_one(eager: bool) -> None:
-    params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, seed=1, **kind)
-        for kind in ({"temperature": 0}, {"temperature": 0.8}, {"top_k": 40})
-    ]
+    params = [SamplingParams(ignore_eos=True, seed=1, **end) for end in ENDS]
     results = []
     for world_size in (1, 2):
-        with make_engine("Qwen3-0.6B", "float32", enforce_eager=eager, world_size=world_size) as llm:
+        with make_engine("Qwen3-0.6B", "float32", enforce_eager=eager, world_size=world_size, **FEW) as llm:
             results.append(llm.generate(PROMPTS, params)["token_ids"])
     assert results[0] == results[1]
 
 
-PATHS = {1: DecodePath.SKINNY, 32: DecodePath.MIXED, 64: DecodePath.HOPPER, 96: DecodePath.SEPARATE}
-"""Of an H200 at a hidden size of 2048; on other GPUs they may be others."""
+SKINNY, MIXED, HOPPER, SEPARATE = DecodePath.SKINNY, DecodePath.MIXED, DecodePath.HOPPER, DecodePath.SEPARATE
+PATHS: dict[str, dict[int, DecodePath]] = {
+    "Llama-3.2-1B": {1: SKINNY, 32: MIXED, 64: HOPPER, 96: SEPARATE},
+    "Qwen3-0.6B": {4: SKINNY, 16: SKINNY},
+}
+"""By rows, of an H200; on other GPUs they may be others."""
+
+IN_FEATURES = {"Llama-3.2-1B": (2048, 2048, 8192), "Qwen3-0.6B": (1024, 2048, 3072)}
 
 
-def decode_logits(world_size: int, all_reduce: str) -> dict[int, torch.Tensor]:
+def decode_logits(name: str, world_size: int, all_reduce: str) -> dict[int, torch.Tensor]:
     """bfloat16 logits of a decode step of as many rows as each path takes, float32 `[rows, vocabulary]`."""
-    rows = max(PATHS)
+    rows = max(PATHS[name])
     keys = {"max_num_sequences": rows, "max_cached_blocks": rows, "max_model_length": 256, "enforce_eager": True}
-    with make_engine("Llama-3.2-1B", "bfloat16", world_size=world_size, all_reduce=all_reduce, **keys) as llm:
+    keys["max_num_batched_tokens"] = 512  # more than are there, and soon gone through at the start
+    with make_engine(name, "bfloat16", world_size=world_size, all_reduce=all_reduce, **keys) as llm:
         runner = llm.runner
         manager = BlockManager(runner.num_blocks, llm.config.block_size)
         seqs = [Sequence([100 + row, 7, 8 * row, 9], block_size=llm.config.block_size) for row in range(rows)]
         for seq in seqs:
             manager.allocate(seq)
         runner.run_model(runner.prepare_prefill(seqs), True)
-        return {count: runner.run_model(runner.prepare_decode(seqs[:count]), False).float().cpu() for count in PATHS}
+        return {
+            count: runner.run_model(runner.prepare_decode(seqs[:count]), False).float().cpu() for count in PATHS[name]
+        }
 
 
-def test_every_decode_path_over_two_gpus_gives_the_logits_of_one() -> None:
+@pytest.mark.parametrize(("name", "ways"), [("Llama-3.2-1B", ("auto", "nccl")), ("Qwen3-0.6B", ("auto",))])
+def test_every_decode_path_over_two_gpus_gives_the_logits_of_one(name: str, ways: tuple[str, ...]) -> None:
     """As near as bfloat16 comes; a rank's term that is left out, or added twice, would be off by about the whole."""
-    in_features, device = (2048, 2048, 8192), torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability()[0] == 9:
-        chosen = {rows: decode_path.decode_path(rows, in_features, torch.bfloat16, device) for rows in PATHS}
-        assert chosen == PATHS
-    expected = decode_logits(1, "auto")
-    for all_reduce in ("auto", "nccl"):
-        for rows, logits in decode_logits(2, all_reduce).items():
+        chosen = {
+            rows: decode_path.decode_path(rows, IN_FEATURES[name], torch.bfloat16, device) for rows in PATHS[name]
+        }
+        assert chosen == PATHS[name]
+    expected = decode_logits(name, 1, "auto")
+    for all_reduce in ways:
+        for rows, logits in decode_logits(name, 2, all_reduce).items():
             error = (logits - expected[rows]).norm() / expected[rows].norm()
             assert error < 0.05, (all_reduce, rows, error)
 
@@ -71,7 +93,7 @@ def test_every_decode_path_over_two_gpus_gives_the_logits_of_one() -> None:
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_rank_that_is_killed_ends_the_engine_and_another_can_be_made(eager: bool) -> None:
     """NCCL aborts only once no graph holds its collectives."""
-    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2, enforce_eager=eager)
+    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2, enforce_eager=eager, **FEW)
     llm.add_prompt(PROMPTS[0], SamplingParams(max_tokens=1000, ignore_eos=True))
     llm.step()
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -86,15 +108,15 @@ def test_a_rank_that_is_killed_ends_the_engine_and_another_can_be_made(eager: bo
     assert time.monotonic() - start < 5
     llm.exit()
     assert multiprocessing.active_children() == []
-    with make_engine("Qwen3-0.6B", "bfloat16", world_size=2, enforce_eager=eager) as another:
+    with make_engine("Qwen3-0.6B", "bfloat16", world_size=2, enforce_eager=eager, **FEW) as another:
         assert len(another.generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))["token_ids"][0]) == 8
 
 
 def test_an_idle_engine_notices_too_and_memory_comes_back() -> None:
-    make_engine("Qwen3-0.6B", "bfloat16").exit()  # what a process keeps anyhow
+    make_engine("Qwen3-0.6B", "bfloat16", **FEW).exit()  # what a process keeps anyhow
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
-    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2)
+    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2, **FEW)
     (process,) = multiprocessing.active_children()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -108,7 +130,7 @@ def test_an_idle_engine_notices_too_and_memory_comes_back() -> None:
 
 
 def test_exit_leaves_in_seconds() -> None:
-    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2)
+    llm = make_engine("Qwen3-0.6B", "bfloat16", world_size=2, **FEW)
     llm.generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))
     start = time.monotonic()
     llm.exit()
@@ -119,7 +141,8 @@ def test_exit_leaves_in_seconds() -> None:
 SCRIPT = """
 import os
 from tritonllm import LLMEngine, SamplingParams
-with LLMEngine("Qwen3-0.6B", load_format="dummy", dtype="float32", world_size=SIZE, max_model_length=1024) as engine:
+keys = {"max_num_sequences": 4, "max_model_length": 1024, "max_num_batched_tokens": 512}
+with LLMEngine("Qwen3-0.6B", load_format="dummy", dtype="float32", world_size=SIZE, **keys) as engine:
     print(engine.generate([[7, 8, 9]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))["token_ids"])
 """
 
