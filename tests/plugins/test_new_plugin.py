@@ -3,113 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-
-MISSPELLED = """from tritonllm import hookimpl
-
-@hookimpl
-def tritonllm_register_model(register):
-    pass
-"""
-
-GENERATE = """
-def main():
-    import json, pathlib, shutil
-    import torch
-    from tritonllm import LLMEngine, SamplingParams
-    from tritonllm.testing import save_tiny_checkpoint
-    from tritonllm_exaone4.config import reference
-
-    torch.set_num_threads(1)
-    twin = save_tiny_checkpoint(reference(), "exaone4")
-    shutil.copytree("exaone4", "tuned")
-    config = pathlib.Path("exaone4/config.json")
-    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": None}))
-    prompt = [5, 6, 7, 8, 9]
-    tokens = list(prompt)
-    for _ in range(12):
-        tokens.append(int(twin(torch.tensor([tokens])).logits[0, -1].argmax()))
-    found = []
-    for name, world_size in (("exaone4", 1), ("./tuned", 1), ("exaone4", 2), ("./tuned", 2)):
-        with LLMEngine(name, world_size=world_size, device="cpu", dtype="float32", max_model_length=64) as llm:
-            greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            found.append([llm.runner.resolved.spec.name, llm.generate([prompt], greedy)["token_ids"][0]])
-    print(json.dumps({"expected": tokens[5:], "found": found}))
-
-if __name__ == "__main__":
-    main()
-"""
-"""One checkpoint is known by its name alone, its copy by its architecture alone."""
-
-
-class Environment(NamedTuple):
-    """Where tritonllm and plugins are installed as packages, and nothing of this repository is in reach."""
-
-    site: Path
-    work: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """A folder for checkpoints: in the working folder they would be taken for what a command names."""
-        folder = self.work / "checkpoints"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    def run(self, *args: str, where: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-        """Python of the environment, in its working folder or another."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRITONLLM"))}
-        python = self.site.parents[2] / "bin" / "python"
-        return subprocess.run(
-            [python, *args],
-            cwd=where or self.work,
-            env={**env, **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+from clean_environment import OVERLAY, Environment, make_environment
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Wheels of tritonllm and of three plugins that `plugins new` began, two of them broken then."""
-    folder = tmp_path_factory.mktemp("clean")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=120)
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    # What tritonllm depends on is not installed again; an editable tritonllm there stays out of reach.
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
-    project = folder / "project"
-    shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, project)
-    subprocess.run([*PIP, "--target", site, project], check=True, timeout=300)
-    work = folder / "elsewhere"
-    work.mkdir()
-    made = Environment(site, work)
-    names = ("exaone4", "gone", "misspelled")
-    for name in names:
-        begun = made.run("-m", "tritonllm", "plugins", "new", name)
-        assert begun.returncode == 0, begun.stderr
-    package = work / "exaone4" / "src" / "tritonllm_exaone4"
-    for file in ("model.py", "config.py"):
-        shutil.copy(HERE / "exaone4" / file, package)
-    (work / "gone" / "src" / "tritonllm_gone" / "plugin.py").write_text("import no_such_package_anywhere\n")
-    (work / "misspelled" / "src" / "tritonllm_misspelled" / "plugin.py").write_text(MISSPELLED)
-    subprocess.run([*PIP, "--target", site, *(work / name for name in names)], check=True, timeout=300)
-    for name in names:
-        shutil.rmtree(work / name)
-    return made
+    return make_environment(tmp_path_factory.mktemp("clean"))
 
 
 def test_it_is_the_installed_package_that_runs(environment: Environment) -> None:
@@ -122,7 +25,7 @@ def test_it_is_the_installed_package_that_runs(environment: Environment) -> None
 def test_the_model_takes_few_lines_and_its_architecture_is_new() -> None:
     from tritonllm.models import BUILTIN_SPECS
 
-    assert len((HERE / "exaone4" / "model.py").read_text().splitlines()) <= 80
+    assert len((OVERLAY / "model.py").read_text().splitlines()) <= 80
     assert "Exaone4ForCausalLM" not in {name for spec in BUILTIN_SPECS for name in spec.architectures}
 
 
@@ -143,12 +46,11 @@ def test_the_list_names_the_good_one_and_what_is_wrong_with_the_others(environme
 
 
 def test_it_generates_by_name_and_by_architecture_on_one_rank_and_on_two(environment: Environment) -> None:
-    (environment.checkpoints / "generate.py").write_text(GENERATE)
-    done = environment.run("generate.py", where=environment.checkpoints)
+    done = environment.generate("cpu", 1, 2)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(set(result["expected"])) > 3
-    assert result["found"] == [["exaone4", result["expected"]]] * 4
+    assert result["found"] == [["exaone4", "cpu", result["expected"]]] * 4
 
     config = environment.checkpoints / "tuned" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["NobodysForCausalLM"]}))
@@ -161,8 +63,7 @@ def test_it_generates_by_name_and_by_architecture_on_one_rank_and_on_two(environ
 
 
 def test_the_kit_passes_on_it(environment: Environment) -> None:
-    kit = ["-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "tritonllm.conformance"]
-    done = environment.run(*kit, "--tritonllm-model", "exaone4", "-v")
+    done = environment.check("auto")
     assert done.returncode == 0, done.stdout
     assert "[exaone4-two ranks] PASSED" in done.stdout
     assert "10 passed" in done.stdout
