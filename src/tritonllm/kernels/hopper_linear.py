@@ -56,20 +56,22 @@ class HopperTile:
 def choose_tile(tokens: int, rows: int, gated: bool, parts: bool) -> HopperTile:
     """The choice for `rows` outputs of `tokens` rows.
 
-    Found on one H200 at the layers of Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B. Three things count. Programs that share a
-    tile of x or W read it again, so tiles are no smaller than it takes to have a program for most SMs. All programs
-    run at once: where there are more than SMs, two of them share one, and so its shared memory. A program alone on its
-    SM loads as far ahead as fits. What comes of it, layer by layer, is measured by `python -m
-    tritonllm.bench.decode_layer`.
+    Found on one H200 in whole layers of Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B, which `python -m
+    tritonllm.bench.decode_layer` measures. Programs that share a tile of x or W read it again, so there is hardly more
+    than one for each SM; but of many small programs the next kernel's can start before the last has ended. So tiles are
+    64 by 64 as long as they leave room to divide sums among programs, or all run at once, two on an SM. Wider ones are
+    for wider weights. Up to 64 tokens a gated layer reads W in half the rows, if those still run at once. A program
+    alone on its SM loads as far ahead as fits.
     """
-    token_tile = 64 if tokens <= 64 else 128
+    most = _PROGRAMS // 2 if parts else 2 * _PROGRAMS
+    token_tile = 64 if tokens <= 64 or cdiv(tokens, 64) * cdiv(rows, 64) <= most else 128
     token_tiles = cdiv(tokens, token_tile)
     halves = 2 if gated else 1
-    row_tile = 32 if gated and cdiv(rows, 32) * token_tiles <= 2 * _PROGRAMS and tokens <= 128 else 64
-    if parts and cdiv(rows, row_tile) * token_tiles > _PROGRAMS // 2:
+    row_tile = 32 if gated and tokens <= 64 and cdiv(rows, 32) <= most else 64
+    if parts and cdiv(rows, row_tile) * token_tiles > most:
         row_tile = 128  # or no sum could be divided
     tiles = cdiv(rows, row_tile) * token_tiles
-    splits = min(8, 1 << max(_PROGRAMS // tiles, 1).bit_length() - 1) if parts else 1
+    splits = min(4, 1 << max(_PROGRAMS // tiles, 1).bit_length() - 1) if parts else 1
     shared_memory = _SHARED_MEMORY if tiles * splits <= _PROGRAMS else _SHARED_MEMORY // 2
     stage = (token_tile + halves * row_tile) * _COLUMNS * 2
     return HopperTile(token_tile, row_tile, min(shared_memory // stage, 12), splits)
