@@ -148,20 +148,31 @@ def test_steps_never_wait_for_the_device(controls):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_memory_comes_back_after_exit():
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    llm = make_engine("Qwen3-0.6B", "bfloat16", max_cached_blocks=None)
-    assert before - torch.cuda.mem_get_info()[0] > before // 2
-    llm.generate(prompts_of((20,)), SamplingParams(max_tokens=4))
-    llm.exit()
-    llm.exit()
-    del llm
+def bytes_missing(before: int) -> int:
     gc.collect()
     torch.cuda.empty_cache()
-    missing = before - torch.cuda.mem_get_info()[0]
+    torch.cuda.synchronize()
+    return before - torch.cuda.mem_get_info()[0]
+
+
+def test_memory_comes_back_after_exit():
+    ones = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
+    torch.mm(ones, ones)  # has the library of products loaded, which the process keeps
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    missing = []
+    for _ in range(3):
+        llm = make_engine("Qwen3-0.6B", "bfloat16", max_cached_blocks=None)
+        assert before - torch.cuda.mem_get_info()[0] > before // 2
+        llm.generate(prompts_of((20,)), SamplingParams(max_tokens=4))
+        llm.exit()
+        llm.exit()
+        del llm
+        missing.append(bytes_missing(before))
     held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    assert missing < 300 * 2**20, f"{missing} bytes are missing; tensors hold {held[0]} and the allocator {held[1]}"
+    text = f"{missing} bytes are missing; tensors hold {held[0]} and the allocator {held[1]}"
+    assert missing[0] < 200 * 2**20, text  # kernels, and a workspace of products for graphs
+    assert missing[2] <= missing[1] + 2**20, text  # and engine after engine leaves nothing
 
 
 def test_two_engines_live_in_one_process():
