@@ -13,11 +13,16 @@ import triton.language as tl
 from tritonllm.kernels.dependent_launch import start_after_previous
 from tritonllm.kernels.kept_set_collect import NO_TOKEN, better
 from tritonllm.kernels.kept_set_passes import ABOVE, BOUNDS, HIGH, LARGEST, LISTED, LOW, SUMS, TOTAL
-from tritonllm.kernels.kept_set_rules import logit_of_key, min_p_cut, row_filters
+from tritonllm.kernels.kept_set_rules import (
+    LISTED_AT_ONCE_16,
+    LISTED_AT_ONCE_32,
+    logit_of_key,
+    min_p_cut,
+    row_filters,
+)
 from tritonllm.kernels.kept_set_search import search_list, search_row
 from tritonllm.kernels.noise import MIN_TEMPERATURE, gumbel_ids, gumbel_tile, perturb
 
-_LISTED_AT_ONCE = tl.constexpr(512)
 _ROW_TILE = tl.constexpr(1024)
 
 
@@ -42,10 +47,13 @@ def _draw_from_list(
     list_ptr, ids_ptr, count, threshold, temperature, seed_low, seed_high, position, HARDWARE: tl.constexpr
 ):
     """The best score of the listed tokens that are kept, and its token."""
-    best = tl.full([_LISTED_AT_ONCE], float("-inf"), tl.float32)
-    winner = tl.full([_LISTED_AT_ONCE], NO_TOKEN, tl.int32)
-    for start in range(0, count, _LISTED_AT_ONCE):
-        lane = start + tl.arange(0, _LISTED_AT_ONCE)
+    AT_ONCE: tl.constexpr = (
+        LISTED_AT_ONCE_16 if list_ptr.dtype.element_ty.primitive_bitwidth == 16 else LISTED_AT_ONCE_32
+    )
+    best = tl.full([AT_ONCE], float("-inf"), tl.float32)
+    winner = tl.full([AT_ONCE], NO_TOKEN, tl.int32)
+    for start in range(0, count, AT_ONCE):
+        lane = start + tl.arange(0, AT_ONCE)
         x = tl.load(list_ptr + lane, mask=lane < count, other=float("-inf")).to(tl.float32)
         token = tl.load(ids_ptr + lane, mask=lane < count, other=NO_TOKEN)
         noise = gumbel_ids(seed_low, seed_high, position, token, HARDWARE)

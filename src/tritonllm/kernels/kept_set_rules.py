@@ -11,6 +11,11 @@ from tritonllm.kernels.reference import sampling as reference
 _LOG2_E = tl.constexpr(1.4426950408889634)
 MASS_SCALE = tl.constexpr(reference.MASS_SCALE)
 
+LISTED_AT_ONCE_16 = tl.constexpr(2048)
+LISTED_AT_ONCE_32 = tl.constexpr(512)
+"""Listed tokens of 16 and of 32 bits that are read at a time. On an H200 one row of 151,936 takes 14.3 us with that and
+15.1 with 512 of 16 bits, 28.5 and 29.8 where all is flat; with 2,048 of 32 bits 15.8 and 15.1."""
+
 
 @triton.jit
 def row_filters(

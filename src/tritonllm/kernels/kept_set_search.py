@@ -9,10 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tritonllm.kernels.kept_set_rules import fixed_point, order_key, probability_ratio, share_of
+from tritonllm.kernels.kept_set_rules import (
+    LISTED_AT_ONCE_16,
+    LISTED_AT_ONCE_32,
+    fixed_point,
+    order_key,
+    probability_ratio,
+    share_of,
+)
 
 _ROW_TILE = tl.constexpr(1024)
-_LISTED_AT_ONCE = tl.constexpr(512)
 
 
 @triton.jit
@@ -23,11 +29,14 @@ def _list_reaches(
 
     Also the lowest key at or above the middle and the highest below it, 2^32 - 1 and 0 where there is none.
     """
-    reached = tl.zeros([_LISTED_AT_ONCE], tl.int64)
-    at = tl.full([_LISTED_AT_ONCE], 2**32 - 1, tl.uint32)
-    below = tl.zeros([_LISTED_AT_ONCE], tl.uint32)
-    for start in range(0, count, _LISTED_AT_ONCE):
-        lane = start + tl.arange(0, _LISTED_AT_ONCE)
+    AT_ONCE: tl.constexpr = (
+        LISTED_AT_ONCE_16 if list_ptr.dtype.element_ty.primitive_bitwidth == 16 else LISTED_AT_ONCE_32
+    )
+    reached = tl.zeros([AT_ONCE], tl.int64)
+    at = tl.full([AT_ONCE], 2**32 - 1, tl.uint32)
+    below = tl.zeros([AT_ONCE], tl.uint32)
+    for start in range(0, count, AT_ONCE):
+        lane = start + tl.arange(0, AT_ONCE)
         live = lane < count
         logit = tl.load(list_ptr + lane, mask=live, other=float("-inf"))
         key = order_key(logit)
