@@ -155,7 +155,10 @@ def _tables(report: Mapping[str, Any]) -> Iterator[tuple[list[str], list[list[st
     columns = _COLUMNS[kind]
     yield list(columns), [[_cell(key, row[key]) for key in columns.values()] for row in rows]
     for row in rows:
-        if profile := row.get("profile"):
+        profile = row.get("profile")
+        if profile and kind == "throughput":
+            yield ["where the time goes", "steps", "ms a step", "ms"], list(_workload_rows(profile))
+        elif profile:
             yield [f"a step of batch {row['batch']}", "us"], list(_profile_rows(profile))
 
 
@@ -174,6 +177,15 @@ def _profile_rows(profile: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [f"GPU busy (idle {profile['gpu_idle_share']:.1%})", f"{profile['gpu_busy_us']:,.1f}"]
     for kernel in profile["kernels"] or []:
         yield [f"  {kernel['launches_per_step']:g} x {kernel['name'][:60]}", f"{kernel['us_per_step']:,.1f}"]
+
+
+def _workload_rows(profile: Mapping[str, Any]) -> Iterator[list[str]]:
+    yield ["before the first launch", "", "", _cell("ms", profile["before_first_launch_ms"])]
+    yield ["until the last prompt is in", "", "", _cell("ms", profile["until_last_prompt_ms"])]
+    for line in profile["decode"]:
+        yield [f"up to {line['rows']} rows", *(_cell(key, line[key]) for key in ("steps", "ms_per_step", "ms"))]
+    yield ["after the last step", "", "", _cell("ms", profile["after_last_step_ms"])]
+    yield ["idle between steps, in those above", "", "", _cell("ms", profile["between_steps_ms"])]
 
 
 def _cell(key: str, value: Any) -> str:

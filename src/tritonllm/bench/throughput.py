@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from typing import Any
 
 from tritonllm.bench.limits import fraction
 from tritonllm.bench.timing import TOKEN_IDS, Bench, median_run, rounded, timed_generate
+from tritonllm.bench.workload_profile import timed_steps, workload_profile
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -29,13 +31,22 @@ def workload(num_prompts: int, shortest: int, longest: int, seed: int) -> list[t
     return [(prompt, rng.randint(shortest, longest)) for prompt in prompts]
 
 
-def measure(bench: Bench, requests: list[tuple[list[int], int]], temperature: float, runs: int) -> dict[str, Any]:
+def measure(
+    bench: Bench, requests: list[tuple[list[int], int]], temperature: float, runs: int, profile: bool = False
+) -> dict[str, Any]:
     """Run the requests several times; the numbers are those of the run in the middle.
 
-    Every run has first tokens of its own, so that none finds the prompts of the one before in the prefix cache.
+    Every run has first tokens of its own, so that none finds the prompts of the one before in the prefix cache. With
+    `profile` one more run follows, whose steps are looked at one by one.
     """
     measured = [_run(bench, requests, temperature, index) for index in range(runs)]
     middle = median_run(measured, "seconds")
+    looked_at: dict[str, Any] | None = None
+    if profile:
+        with timed_steps(bench.llm) as steps:
+            started = time.perf_counter()
+            seconds = _run(bench, requests, temperature, runs)["seconds"]
+        looked_at = workload_profile(steps, started, seconds)
     lengths = [(len(prompt), length) for prompt, length in requests]
     output_tokens = sum(length for _, length in lengths)
     floor = bench.limits.workload_seconds(lengths)
@@ -51,6 +62,7 @@ def measure(bench: Bench, requests: list[tuple[list[int], int]], temperature: fl
         "floor_output_tokens_per_second": rounded(output_tokens / floor if floor else None, 1),
         "fraction": rounded(fraction(floor, middle["seconds"]), 3),
         "runs": measured,
+        "profile": looked_at,
     }
 
 

@@ -51,6 +51,9 @@ def throughput(
     longest: Annotated[int, typer.Option("--longest", min=1, help="Most tokens of a prompt or output.")] = 1024,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.6,
     seed: Annotated[int, typer.Option("--seed", help="Of the lengths and prompts.")] = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Say where the time goes as well, step by step; on a GPU.")
+    ] = False,
     load_format: LoadFormat = "dummy",
     dtype: DType = "auto",
     device: Device = "auto",
@@ -87,7 +90,12 @@ def throughput(
 
     requests = workload(num_prompts, shortest, longest, seed)
     report = run(
-        "throughput", model, config, memory_rate, matrix_rate, lambda it: measure(it, requests, temperature, runs)
+        "throughput",
+        model,
+        config,
+        memory_rate,
+        matrix_rate,
+        lambda it: measure(it, requests, temperature, runs, profile),
     )
     _tell(report, as_json, output)
 
