@@ -30,9 +30,9 @@ test: lint unit conformance interpret aot
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 
 test-full: lint
-	$(RUN) -m pytest tests/unit tests/models tests/plugins --slow
+	$(SPREAD) tests/unit tests/models tests/plugins --slow
 	$(MAKE) conformance
-	TRITON_INTERPRET=1 $(RUN) -m pytest tests/kernels --slow
+	TRITON_INTERPRET=1 $(SPREAD) tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
 	$(MAKE) mutants
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
