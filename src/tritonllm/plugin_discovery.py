@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import os
 import re
+import traceback
 import warnings
 
 from tritonllm.hookspecs import PROJECT, ModelSpec
@@ -82,3 +83,25 @@ def installed_plugins() -> list[importlib.metadata.EntryPoint]:
 def canonical_name(name: str) -> str:
     """A distribution name in the normal form of PEP 503."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line whatever the error has."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}".rstrip(".: ")
+
+
+def place(error: BaseException, entry_point: str) -> str:
+    """Where in a plugin's own package an error was last, " (package.module, line 3)"; empty if it was never there.
+
+    Args:
+        error: with its traceback.
+        entry_point: the value of the plugin's entry point.
+    """
+    package = entry_point.partition(":")[0].partition(".")[0].strip()
+    places = [
+        f" ({module}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if (module := frame.f_globals.get("__name__", "")).partition(".")[0] == package
+    ]
+    return places[-1] if places else ""

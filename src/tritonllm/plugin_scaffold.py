@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tritonllm import __version__
 from tritonllm.errors import PluginError
+from tritonllm.plugin_discovery import OWN_DISTRIBUTION, canonical_name
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -44,6 +45,8 @@ def plugin_files(name: str) -> dict[str, str]:
     """
     cls = class_prefix(name)
     distribution = _PREFIX + name.removeprefix(_PREFIX)
+    if canonical_name(distribution) == OWN_DISTRIBUTION or canonical_name(name) == "tritonllm":
+        raise PluginError(f"A plugin cannot be called {name!r}: that is this engine's own name; choose another.")
     package = re.sub(r"[-_.]", "_", distribution).lower()
     names = {"name": name, "cls": cls, "distribution": distribution, "package": package, "version": __version__}
     return {

@@ -20,6 +20,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import os
 import sys
 import threading
@@ -36,7 +37,7 @@ from tritonllm import __version__, hookspecs
 from tritonllm.checkpoint_names import checkpoint_keys
 from tritonllm.errors import DuplicateModelError, PluginError, UnknownModelError
 from tritonllm.hookspecs import PROJECT, ModelSpec
-from tritonllm.plugin_discovery import PLUGINS_VARIABLE, Plugin, installed_plugins
+from tritonllm.plugin_discovery import PLUGINS_VARIABLE, Plugin, installed_plugins, place, reason
 
 BUILTIN = "tritonllm (built-in)"
 IN_PROCESS = "this process"
@@ -55,21 +56,38 @@ def load_object(reference: str) -> Any:
         hint = ""
         if module_name == "__main__" and parent_process() is not None:
             hint = "; each rank imports the script anew, so the class must stand above the script's main guard"
-        raise PluginError(f"{reference!r} cannot be loaded: {_reason(error)}{hint}") from error
+        raise PluginError(f"{reference!r} cannot be loaded: {reason(error)}{hint}") from error
+
+
+_CALLED = {
+    "__init__": ("config", "tp"),
+    "forward": ("input_ids", "positions", "kv_cache", "attn"),
+    "compute_logits": ("hidden",),
+}
+"""Methods of a model class with the arguments that the engine gives, by position."""
 
 
 def load_model_class(spec: ModelSpec) -> Any:
     """Import the model class of a spec.
 
     Raises:
-        PluginError: it cannot be imported, is no class, or lacks a method that the engine calls.
+        PluginError: it cannot be imported, is no class, or lacks a method as the engine calls it.
     """
     model_class = load_object(spec.model)
     if not isinstance(model_class, type):
         raise PluginError(f"Model {spec.name!r}: {spec.model!r} is no class.")
-    for method in ("forward", "compute_logits"):
+    for method in _CALLED:
         if not callable(getattr(model_class, method, None)):
             raise PluginError(f"Model {spec.name!r}: class {spec.model!r} has no method {method!r}.")
+    for method, arguments in _CALLED.items():
+        try:
+            inspect.signature(getattr(model_class, method)).bind("self", *arguments)
+        except ValueError:  # a function of C, which tells no signature
+            continue
+        except TypeError as error:
+            raise PluginError(
+                f"Model {spec.name!r}: {method} of {spec.model!r} must take ({', '.join(arguments)}), but {error}."
+            ) from error
     return model_class
 
 
@@ -97,9 +115,10 @@ class ModelRegistry:
         self._manager.add_hookspecs(hookspecs)
         self._specs_by_plugin: dict[str, tuple[ModelSpec, ...]] = {}
         self._plugins: dict[tuple[str, str, str], Plugin] = {}
-        self._added: dict[str, ModelSpec] = {}
+        self._added: dict[str, ModelSpec] = {}  # replaced, never changed: other threads may be reading it
         self._builtins = [_Claim(spec, BUILTIN) for spec in self._collect(tritonllm.models, tritonllm.models.__name__)]
         self._lock = threading.RLock()
+        self._adding = threading.Lock()
         self._loading: set[tuple[str, str, str]] = set()
         found = installed_plugins() if entry_points is None else entry_points
         self.entry_points = tuple(sorted(found, key=lambda point: (Plugin.of(point).owner, point.name, point.value)))
@@ -108,7 +127,8 @@ class ModelRegistry:
         """Register a spec by hand, in front of built-ins and plugins. A spec of the same name is replaced."""
         if not isinstance(spec, ModelSpec):
             raise PluginError(f"Only a ModelSpec can be added, got {spec!r}.")
-        self._added[spec.name] = spec
+        with self._adding:
+            self._added = {**self._added, spec.name: spec}
 
     def resolve(self, name_or_path: str | os.PathLike[str], architectures: Sequence[str] = ()) -> ModelSpec:
         """Find the model that serves a checkpoint.
@@ -144,7 +164,8 @@ class ModelRegistry:
     def conflicts(self) -> list[str]:
         """One sentence for each name that two families claim, neither of which overrides the other; loads all plugins.
 
-        Looking such a name up raises that sentence as a DuplicateModelError.
+        Looking such a name up raises that sentence as a DuplicateModelError, unless an entry point bears the name: then
+        only the plugins of such entry points are asked.
         """
         claims = self._all_claims()
         sentences = []
@@ -194,7 +215,7 @@ class ModelRegistry:
         try:
             plugin = dataclasses.replace(plugin, specs=self._collect(point.load(), f"{plugin.owner}: {point.name}"))
         except (Exception, SystemExit) as error:
-            plugin = dataclasses.replace(plugin, error=_reason(error))
+            plugin = dataclasses.replace(plugin, error=reason(error) + place(error, plugin.value))
         return dataclasses.replace(
             plugin,
             seconds=time.perf_counter() - start,
@@ -220,10 +241,15 @@ class ModelRegistry:
             others = [other for _, other in self._manager.list_name_plugin() if other is not plugin]
             self._manager.subset_hook_caller("tritonllm_register_models", others)(register=register)
             if not specs:
-                raise PluginError("it registers no model: is tritonllm_register_models marked with @hookimpl?")
-        except BaseException:
+                marked = bool(self._manager.get_hookcallers(plugin))
+                hint = "call register(ModelSpec(...)) in the hook" if marked else "define it, marked with @hookimpl"
+                raise PluginError(f"tritonllm_register_models registers no model: {hint}.")
+        except BaseException as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
+            if isinstance(error, pluggy.PluginValidationError):
+                last = str(error).splitlines()[-1]
+                raise PluginError(f"its one hook must be tritonllm_register_models(register): {last}.") from error
             raise
         self._specs_by_plugin[name] = tuple(specs)
         return tuple(specs)
@@ -247,9 +273,19 @@ class ModelRegistry:
         return "\n".join(lines)
 
 
-@functools.cache
+_first_use = threading.RLock()
+
+
 def default_registry() -> ModelRegistry:
     """The registry of this process, made at first use from the installed plugins."""
+    # Threads that come first together must share one, or what some of them register would be lost.
+    with _first_use:
+        return process_registry()
+
+
+@functools.cache
+def process_registry() -> ModelRegistry:
+    """What `default_registry` keeps, which alone calls it; tests see whether it was made, and clear it."""
     return ModelRegistry()
 
 
@@ -300,7 +336,3 @@ def _only_claim(name: str, claims: list[_Claim]) -> ModelSpec | None:
         f"{name!r} is claimed by {' and by '.join(owners)}: uninstall one, leave it out with {PLUGINS_VARIABLE}, "
         "or let one list the other's name in `overrides`."
     )
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".: ")

@@ -8,7 +8,7 @@ import torch
 from tritonllm import LLMEngine, ModelSpec
 from tritonllm.models.attention_metadata import DecodeMetadata
 from tritonllm.models.llama import LlamaForCausalLM
-from tritonllm.registry import default_registry
+from tritonllm.registry import process_registry
 from tritonllm.testing import assert_matches_hf, assert_ways_agree, save_tiny_checkpoint, tiny_hf_config
 from tritonllm.testing.hf_comparison import reference_config
 
@@ -47,7 +47,7 @@ def spec(model: type, **fields) -> ModelSpec:
 @pytest.fixture(autouse=True)
 def _registry():
     yield
-    default_registry.cache_clear()
+    process_registry.cache_clear()
 
 
 def tiny_reference():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tritonllm.models.llama import LlamaForCausalLM
-from tritonllm.registry import default_registry
+from tritonllm.registry import process_registry
 
 BAD_TOKEN = 13
 
@@ -43,7 +43,7 @@ class FailsInStep(LlamaForCausalLM):
         self.rank = tp.rank
 
     def forward(self, input_ids: Any, *others: Any) -> Any:
-        if self.rank and default_registry.cache_info().currsize:
+        if self.rank and process_registry.cache_info().currsize:
             raise RuntimeError("this rank looked for plugins")
         if self.rank == 1 and (input_ids == BAD_TOKEN).any():
             raise RuntimeError("this rank cannot go on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -137,6 +138,32 @@ class TestCheck:
         assert "pip install 'tritonllm-engine[testing]'" in err
 
 
+PLANTED = """
+from tritonllm import ModelSpec
+from tritonllm.models.llama import LlamaForCausalLM
+from tritonllm.testing import tiny_hf_config
+
+class Raises(LlamaForCausalLM):
+    def forward(self, input_ids, positions, kv_cache, attn):
+        return None + input_ids
+
+def gone():
+    raise RuntimeError("boom")
+
+def none():
+    pass
+
+def reference():
+    return tiny_hf_config("llama")
+
+def spec(name, reference):
+    fields = {"architectures": ("LlamaForCausalLM",), "reference": f"planted_families:{reference}"}
+    return ModelSpec(name=name, model="planted_families:Raises", **fields)
+
+GONE, NONE, RAISES = spec("gone", "gone"), spec("none", "none"), spec("raises", "reference")
+"""
+
+
 class TestPytestPlugin:
     """The options of the kit, in pytest processes of their own."""
 
@@ -171,6 +198,21 @@ class TestPytestPlugin:
         done = self.pytest("--pyargs", "tritonllm.conformance")
         assert done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         assert "no family is named: give --tritonllm-model NAME_OR_PATH or --tritonllm-spec" in done.stdout
+
+    def test_an_error_in_a_family_s_own_code_is_told_once_and_with_its_place(self, tmp_path, monkeypatch) -> None:
+        (tmp_path / "planted_families.py").write_text(PLANTED)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{SOURCE}")
+        kit = ["--pyargs", "tritonllm.conformance", "-k", "loads or layers", "-rs"]
+        specs = [
+            part for name in ("GONE", "NONE", "RAISES") for part in ("--tritonllm-spec", f"planted_families:{name}")
+        ]
+        done = self.pytest(*kit, *specs, "--tritonllm-device", "cpu")
+        assert "gone, loads: it raises RuntimeError: boom\n" in done.stdout
+        assert "none, loads: 'planted_families:none' must return a transformers config, got None\n" in done.stdout
+        assert "raises, layers: it raises TypeError: unsupported operand" in done.stdout
+        assert done.stdout.count('planted_families.py", line ') == 2
+        assert done.stdout.count("Traceback") == 2
+        assert "3 failed, 1 passed, 2 skipped" in done.stdout
 
     def test_checks_are_listed_family_by_family(self) -> None:
         done = self.pytest(

@@ -74,6 +74,34 @@ def test_a_class_that_is_not_there_is_an_error_before_anything_is_allocated(note
         LLMEngine("any-name", spec=of_main(model="__main__:Absent"), **SIZES)
 
 
+class NotAModule:
+    """Has the methods of a model class, and is none."""
+
+    def __init__(self, config, tp) -> None:
+        pass
+
+    def forward(self, input_ids, positions, kv_cache, attn):
+        pass
+
+    def compute_logits(self, hidden):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("__main__:Mine", "spec='__main__:Mine' is no ModelSpec"),
+        (NotAModule, r"spec=<class '.*NotAModule'> is no ModelSpec: make one"),
+        (of_main(model=f"{__name__}:NotAModule"), "'mine': '.*:NotAModule' is no torch.nn.Module: subclass it"),
+        (of_main(config="builtins:dict"), "'builtins:dict' must return a ModelConfig, got <class 'dict'>"),
+    ],
+)
+def test_what_is_no_spec_no_module_or_no_configuration_is_refused_in_words(notebook, spec, words) -> None:
+    with pytest.raises(PluginError, match=words):
+        # The shape of this one is shipped, so its config.json is read.
+        LLMEngine("Qwen3-0.6B", load_format="dummy", device="cpu", max_model_length=64, spec=spec)
+
+
 @pytest.mark.parametrize("where", ["a script", "python -m", "another module"])
 def test_what_ranks_can_import_is_let_through(notebook: types.ModuleType, where: str) -> None:
     if where == "a script":

@@ -44,6 +44,12 @@ def test_names_that_no_package_can_have_are_refused(name: str) -> None:
         plugin_files(name)
 
 
+@pytest.mark.parametrize("name", ["engine", "Engine", "tritonllm-engine", "tritonllm"])
+def test_a_plugin_never_takes_the_place_of_the_engine(name: str) -> None:
+    with pytest.raises(PluginError, match=f"cannot be called '{name}': that is this engine's own name"):
+        plugin_files(name)
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "lantern").mkdir()
     with pytest.raises(PluginError, match="lantern exists already: choose another name"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import pickle
+import sys
 import time
 import types
 import warnings
@@ -20,7 +21,14 @@ from tritonllm.errors import DuplicateModelError, PluginError, UnknownModelError
 from tritonllm.hookspecs import ModelSpec, hookimpl
 from tritonllm.models import BUILTIN_SPECS, builtin_entry_points
 from tritonllm.plugin_discovery import PLUGINS_VARIABLE
-from tritonllm.registry import ModelRegistry, load_model_class, load_object
+from tritonllm.registry import (
+    IN_PROCESS,
+    ModelRegistry,
+    default_registry,
+    load_model_class,
+    load_object,
+    process_registry,
+)
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -262,10 +270,40 @@ class TestPlugins:
         misspelled.tritonllm_register_model = tritonllm_register_model
         renamed.tritonllm_register_models = tritonllm_register_models
         good = FakeEntryPoint("middle", plugin_module(spec()))
-        for module, part in ((misspelled, "tritonllm_register_model"), (renamed, "registry")):
+        for module, part in ((misspelled, "'tritonllm_register_model'"), (renamed, "{'registry'}")):
             registry = ModelRegistry([FakeEntryPoint(name, module), good])
-            with pytest.warns(UserWarning, match=part):
+            words = rf"one hook must be tritonllm_register_models\(register\): [^\n]*{part}[^\n]*; it is skipped\.$"
+            with pytest.warns(UserWarning, match=words):
                 assert registry.resolve("Toy-1M").name == "toy"
+
+    def test_a_plugin_without_a_model_is_told_what_it_lacks(self):
+        unmarked = types.ModuleType("unmarked")
+        unmarked.tritonllm_register_models = lambda register: register(spec())
+        for module, part in ((unmarked, "define it, marked with @hookimpl"), (plugin_module(), "call register")):
+            with pytest.warns(UserWarning, match=part):
+                (plugin,) = ModelRegistry([FakeEntryPoint("empty", module)]).plugins()
+            assert plugin.specs == ()
+
+    def test_a_reason_is_one_line_and_says_where_in_the_plugin_s_own_package(self, tmp_path, monkeypatch):
+        (tmp_path / "plugin_that_fails.py").write_text(
+            "import json\nfrom tritonllm import ModelSpec, hookimpl\n\n"
+            "if READS:\n    json.loads('{')\n\n\n"
+            "@hookimpl\ndef tritonllm_register_models(register):\n    raise ValueError('one\\n\\n  two')\n"
+        )
+
+        class OfAFile(FakeEntryPoint):
+            def load(self):
+                module = types.ModuleType("plugin_that_fails")
+                module.READS = self.plugin
+                exec((tmp_path / "plugin_that_fails.py").read_text(), vars(module))
+                return module
+
+        for reads, error in (
+            (True, r"JSONDecodeError: Expecting .* \(plugin_that_fails, line 5\)"),
+            (False, r"ValueError: one two \(plugin_that_fails, line 10\)"),
+        ):
+            with pytest.warns(UserWarning, match=error + "; it is skipped"):
+                ModelRegistry([OfAFile("fails", reads, value="plugin_that_fails")]).plugins()
 
     def test_a_registration_that_fails_half_way_leaves_nothing(self):
         module = types.ModuleType("half")
@@ -313,6 +351,33 @@ class TestPlugins:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             assert [found.name for found in pool.map(registry.resolve, "abcabc")] == list("abcabc")
         assert [point.loads for point in points] == [1, 1, 1]
+
+    def test_threads_that_come_first_together_share_one_registry(self, monkeypatch):
+        def slow(entry_points=None):
+            time.sleep(0.02)
+            return ModelRegistry([])
+
+        process_registry.cache_clear()
+        monkeypatch.setattr("tritonllm.registry.ModelRegistry", slow)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda name: tritonllm.register(spec(name)), "abcd"))
+            assert [one.name for owner, one in default_registry().specs() if owner == IN_PROCESS] == list("abcd")
+        finally:
+            process_registry.cache_clear()
+
+    def test_models_may_be_added_while_others_are_looked_up(self, monkeypatch):
+        registry = ModelRegistry([])
+        registry.add(spec("before"))
+        claim = tritonllm.registry._Claim
+
+        def adding(one, owner):  # as another thread may, at any moment
+            registry.add(spec(f"during_{one.name}"))
+            return claim(one, owner)
+
+        monkeypatch.setattr("tritonllm.registry._Claim", adding)
+        assert registry.specs()[0][1].name == "before"
+        assert registry.specs()[1][1].name == "during_before"
 
     def test_conflicts_are_told_before_anybody_looks_a_name_up(self):
         points = [
@@ -409,3 +474,35 @@ class TestLoading:
             load_model_class(spec(model="torch.nn:Linear"))
         with pytest.raises(PluginError, match="no class"):
             load_model_class(spec(model="math:sqrt"))
+
+    def test_a_model_class_must_take_what_the_engine_gives(self, monkeypatch):
+        class Right:
+            def __init__(self, config, tp, extra=None):
+                pass
+
+            def forward(self, *inputs):
+                pass
+
+            compute_logits = dict.get  # its signature cannot be asked
+
+        def init(self, config):
+            pass
+
+        def forward(self, input_ids, positions, kv_cache, attn, extra):
+            pass
+
+        def compute_logits(self):
+            pass
+
+        module = types.ModuleType("models_of_a_test")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        module.Right = Right
+        assert load_model_class(spec(model="models_of_a_test:Right")) is Right
+        for name, method, words in (
+            ("__init__", init, r"__init__ of '.*:Wrong' must take \(config, tp\), but too many positional"),
+            ("forward", forward, r"\(input_ids, positions, kv_cache, attn\), but missing .*'extra'"),
+            ("compute_logits", compute_logits, r"must take \(hidden\), but too many positional arguments\."),
+        ):
+            module.Wrong = type("Wrong", (Right,), {name: method})
+            with pytest.raises(PluginError, match=words):
+                load_model_class(spec(model="models_of_a_test:Wrong"))

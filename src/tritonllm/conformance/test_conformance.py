@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -13,6 +14,7 @@ from tritonllm.errors import TritonLLMError
 if TYPE_CHECKING:
     from tritonllm.conformance.candidate import Candidate
     from tritonllm.conformance.subjects import Subject
+    from tritonllm.hookspecs import ModelSpec
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -36,29 +38,48 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def candidate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Candidate]:
-    """The family, with its twin in a folder."""
+def candidate(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Candidate | _NoCandidate]:
+    """The family, with its twin in a folder, or why there is no twin."""
     from tritonllm.conformance.candidate import make_candidate, one_thread
 
     subject: Subject = request.param
     spec, device = subject.spec, request.config.getoption("--tritonllm-device")
+    made: Candidate | _NoCandidate
     with one_thread():
         try:
             made = make_candidate(spec, tmp_path_factory.mktemp("twin"), device, subject.checkpoint)
-        except (TritonLLMError, ValueError) as error:
-            pytest.fail(f"{spec.name}: {error}", pytrace=False)
+        except Exception as error:
+            made = _NoCandidate(spec, _words(error, (TritonLLMError, ValueError)))
         yield made
 
 
-def test_conformance(candidate: Candidate, check: str) -> None:
+class _NoCandidate(NamedTuple):
+    spec: ModelSpec
+    words: str
+
+
+def _words(error: Exception, plain: tuple[type[Exception], ...] = (AssertionError, TritonLLMError)) -> str:
+    """What is wrong; for an error in the code of the family also where, as Python says it."""
+    if isinstance(error, plain) and str(error):
+        return str(error)
+    return f"it raises {type(error).__name__}: {error}\n\n{''.join(traceback.format_exception(error))}"
+
+
+def test_conformance(candidate: Candidate | _NoCandidate, check: str) -> None:
     """One check of one family, failing in plain words."""
     from tritonllm.conformance.checks import CHECKS
 
+    if isinstance(candidate, _NoCandidate):
+        if check != "loads":
+            pytest.skip("there is nothing to compare with, see the check `loads`")
+        pytest.fail(f"{candidate.spec.name}, {check}: {candidate.words}", pytrace=False)
     if check not in ("loads", "checkpoint") and candidate.loading_error is not None:
         pytest.skip("the family does not load, see the check `loads`")
     try:
         CHECKS[check](candidate)
         return
-    except (AssertionError, TritonLLMError) as error:
-        words = str(error)
+    except Exception as error:
+        words = _words(error)
     pytest.fail(f"{candidate.spec.name}, {check}: {words}", pytrace=False)

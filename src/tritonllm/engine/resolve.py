@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -24,7 +24,7 @@ from tritonllm.config import (
 )
 from tritonllm.config.hf import read_architectures
 from tritonllm.engine.launch_place import launch_place
-from tritonllm.errors import ConfigError, UnsupportedModelError
+from tritonllm.errors import ConfigError, PluginError, UnsupportedModelError
 from tritonllm.hookspecs import ModelSpec
 from tritonllm.kernels.launch import interpreting
 from tritonllm.kernels.tuning import named_tuning
@@ -69,10 +69,13 @@ def resolve_model(config: EngineConfig, *, spec: ModelSpec | None = None, record
     Raises:
         CheckpointError: there is no such checkpoint.
         UnknownModelError: no family serves it.
-        PluginError: the model class cannot be imported, or not by the ranks that are asked for.
+        PluginError: the spec is no ModelSpec, its model class cannot be imported, or not by the ranks that are asked
+            for, or its reader of config.json returns no ModelConfig.
         ConfigError: the configuration contradicts the checkpoint, or asks for what cannot be computed or for more ranks
             than the model or the machine allows; or `TRITONLLM_TUNING` names a file that is no tuning table.
     """
+    if spec is not None and not isinstance(spec, ModelSpec):
+        raise PluginError(f"spec={spec!r} is no ModelSpec: make one, whose model is 'package.module:Class'.")
     named_tuning()  # a wrong one is refused now, not in the first step
     checkpoint, tokenizer = None, None
     if config.load_format == "dummy":
@@ -91,7 +94,7 @@ def resolve_model(config: EngineConfig, *, spec: ModelSpec | None = None, record
     model = resolve_model_config(
         config,
         hf_config,
-        reader=load_object(spec.config) if spec.config else ModelConfig.from_hf_dict,
+        reader=_reader(spec),
         generation_config=checkpoint.generation_config if checkpoint is not None else None,
         tokenizer_eos=getattr(tokenizer, "eos_token_id", None),
     )
@@ -114,12 +117,15 @@ def build_model(resolved: ResolvedModel, tp: TPGroup) -> CausalLM:
     """Make the model on its device and fill every parameter, but for meta tensors.
 
     Raises:
+        PluginError: the class is no torch.nn.Module.
         CheckpointError: the weights do not fit the model; all names are listed.
     """
     engine = resolved.engine
     model_class = load_model_class(resolved.spec)
     with resolved.device, _default_dtype(getattr(torch, engine.dtype)):
         model: nn.Module = model_class(resolved.config, tp)
+    if not isinstance(model, nn.Module):
+        raise PluginError(f"Model {resolved.spec.name!r}: {resolved.spec.model!r} is no torch.nn.Module: subclass it.")
     if resolved.device.type == "meta":
         return cast(CausalLM, model.eval())
     if resolved.checkpoint is None:
@@ -135,6 +141,21 @@ def _checked(tensors: Iterator[tuple[str, torch.Tensor]], tp: TPGroup) -> Iterat
         tp.check()
         yield name, tensor
         del tensor  # or it would live on while the next is read
+
+
+def _reader(spec: ModelSpec) -> Callable[[Mapping[str, Any]], ModelConfig]:
+    """From a config.json to the family's `ModelConfig`, and to nothing else."""
+    if spec.config is None:
+        return ModelConfig.from_hf_dict
+    read = load_object(spec.config)
+
+    def read_checked(config: Mapping[str, Any]) -> ModelConfig:
+        model = read(config)
+        if not isinstance(model, ModelConfig):
+            raise PluginError(f"Model {spec.name!r}: {spec.config!r} must return a ModelConfig, got {type(model)}.")
+        return model
+
+    return read_checked
 
 
 def _find_spec(name: str, checkpoint: Checkpoint | None, architectures: Sequence[str]) -> ModelSpec:

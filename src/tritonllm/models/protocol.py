@@ -28,4 +28,4 @@ class CausalLM(Protocol):
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, this rank's part of the vocabulary]` of hidden states `[N, hidden_size]`."""
+        """Logits `[N, vocabulary]`, all of them on every rank, of hidden states `[N, hidden_size]`."""

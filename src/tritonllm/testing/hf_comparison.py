@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import tempfile
 from collections.abc import Sequence as ListOf
 from pathlib import Path
@@ -78,12 +79,15 @@ def reference_config(spec: ModelSpec) -> Any:
     """The tiny transformers config that a family is compared with.
 
     Raises:
-        ValueError: the spec names none, and its architecture is not one of transformers.
+        ValueError: the spec names none, and its architecture is not one of transformers; or it returns something else.
     """
     import transformers
 
     if spec.reference is not None:
-        return load_object(spec.reference)()
+        config = load_object(spec.reference)()
+        if not isinstance(config, transformers.PretrainedConfig):
+            raise ValueError(f"{spec.reference!r} must return a transformers config, got {reprlib.repr(config)}")
+        return config
     model_class = getattr(transformers, spec.architectures[0], None) if spec.architectures else None
     if model_class is None:
         raise ValueError(
