@@ -111,6 +111,23 @@ class WrongWhenDecoding(Qwen3ForCausalLM):
         return super().forward(input_ids, positions - int(isinstance(attn, DecodeMetadata)), kv_cache, attn)
 
 
+class MixesSequences(Qwen3ForCausalLM):
+    """Adds what the first of several sequences has to all of them, when it decodes."""
+
+    def forward(self, input_ids, positions, kv_cache, attn):
+        hidden = super().forward(input_ids, positions, kv_cache, attn)
+        return hidden + hidden[:1] * int(isinstance(attn, DecodeMetadata) and len(hidden) > 1)
+
+
+class UnsummedRanks(Qwen3ForCausalLM):
+    """Takes one rank's term of the MLP for the sum."""
+
+    def __init__(self, config, tp) -> None:
+        super().__init__(config, tp)
+        for layer in self.model.layers:
+            layer.mlp.down_proj.forward = layer.mlp.down_proj.term
+
+
 class UnlistedLayers(Qwen3ForCausalLM):
     """Does not name its layers as the checkpoint does."""
 
@@ -258,6 +275,18 @@ def test_a_model_that_is_wrong_only_when_it_decodes_is_found_by_its_logits(plant
     CHECKS["layers"](candidate)
     with pytest.raises(AssertionError, match="decoding one token at a time"):
         CHECKS["logits and tokens"](candidate)
+
+
+@pytest.mark.parametrize(
+    ("model", "check", "hint"),
+    [
+        (MixesSequences, "all in one batch, eager", "look at what mixes the tokens of several sequences"),
+        (UnsummedRanks, "two ranks", "look at what is split by hand and at sums over the ranks"),
+    ],
+)
+def test_a_way_that_differs_is_named_and_says_where_to_look(planted, model: type, check: str, hint: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{check}: prompt .* tokens differs from token .*; {hint}"):
+        CHECKS[check](planted(model))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -21,8 +21,17 @@ from tritonllm.weights.targets import find_targets
 
 Check = Callable[[Candidate], None]
 
-WAYS = ("all in one batch, eager", "all in one batch", "chunks of 7", "prefix cache", "preempted", "two ranks")
-"""Of the equality suite: those that differ most. "all in one batch" decodes in graphs."""
+_KEPT = "look at what the model keeps from one step to the next outside of the KV cache"
+
+WAYS = {
+    "all in one batch, eager": "look at what mixes the tokens of several sequences",
+    "all in one batch": "look at values that Python reads or makes in the forward pass: a graph repeats the first ones",
+    "chunks of 7": "look at what depends on the place of a token in the batch in place of its position",
+    "prefix cache": _KEPT,
+    "preempted": _KEPT,
+    "two ranks": "look at what is split by hand and at sums over the ranks, such as that of `RowLinear`",
+}
+"""Of the equality suite those that differ most, each with where to look. "all in one batch" decodes in graphs."""
 
 
 def loads(candidate: Candidate) -> None:
@@ -119,7 +128,10 @@ def _way(name: str) -> Check:
             expected = candidate.alone_on_cpu
         else:
             expected = candidate.alone
-        assert_way_agrees(name, candidate.folder, candidate.prompts, candidate.params, keys, expected)
+        try:
+            assert_way_agrees(name, candidate.folder, candidate.prompts, candidate.params, keys, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {WAYS[name]}") from error
 
     check.__doc__ = f"The tokens of each prompt alone, {name}."
     return check

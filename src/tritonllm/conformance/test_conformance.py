@@ -82,4 +82,5 @@ def test_conformance(candidate: Candidate | _NoCandidate, check: str) -> None:
         return
     except Exception as error:
         words = _words(error)
-    pytest.fail(f"{candidate.spec.name}, {check}: {words}", pytrace=False)
+    # Some words begin with the name of the check, for `tritonllm.conformance.check`.
+    pytest.fail(f"{candidate.spec.name}, {check}: {words.removeprefix(f'{check}: ')}", pytrace=False)
