@@ -46,9 +46,8 @@ class Plugin:
     @classmethod
     def of(cls, point: importlib.metadata.EntryPoint) -> Plugin:
         """An entry point before it is loaded."""
-        dist = point.dist
-        name, version = (dist.name, dist.version) if dist is not None else ("an unknown distribution", "")
-        return cls(point.name, point.value, name, version)
+        name = _told(point.dist, "name") or "an unknown distribution"
+        return cls(point.name, point.value, name, _told(point.dist, "version"))
 
     @property
     def owner(self) -> str:
@@ -59,6 +58,14 @@ class Plugin:
     def failure(self) -> str:
         """Whose plugin failed, and why."""
         return f"Plugin {self.name!r} of {self.owner} failed: {self.error}"
+
+
+def _told(dist: object, field: str) -> str:
+    """Name or version of a distribution, empty where its metadata is gone, as after half a removal."""
+    try:
+        return getattr(dist, field, None) or ""
+    except Exception:
+        return ""
 
 
 def installed_plugins() -> list[importlib.metadata.EntryPoint]:
@@ -98,7 +105,7 @@ def place(error: BaseException, entry_point: str) -> str:
         error: with its traceback.
         entry_point: the value of the plugin's entry point.
     """
-    package = entry_point.partition(":")[0].partition(".")[0].strip()
+    package = re.split(r"[.:\[]", entry_point)[0].strip()
     places = [
         f" ({module}, line {line})"
         for frame, line in traceback.walk_tb(error.__traceback__)

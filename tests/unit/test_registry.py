@@ -423,6 +423,10 @@ class TestPlugins:
             if value is not None:
                 monkeypatch.setenv(PLUGINS_VARIABLE, value)
             assert sorted(point.name for point in ModelRegistry().entry_points) == names
+        points[2].dist = types.SimpleNamespace(name=None, version=None)  # half removed: its metadata is gone
+        monkeypatch.setenv(PLUGINS_VARIABLE, "Toy-1M")
+        assert [point.name for point in ModelRegistry().entry_points] == ["Toy-1M"]
+        assert ModelRegistry(points[2:]).plugins()[0].owner == "an unknown distribution"
         monkeypatch.setenv(PLUGINS_VARIABLE, "nothing")
         with pytest.warns(UserWarning, match="nothing"):
             assert ModelRegistry().entry_points == ()
