@@ -119,6 +119,18 @@ class TestCheck:
         assert args[args.index("--pyargs") + 1] == "tritonllm.conformance"
         assert {"--tritonllm-model=qwen3", "--tritonllm-device=cpu"} <= set(args)
 
+    def test_the_configuration_of_the_folder_s_own_tests_has_no_effect(self, tmp_path, monkeypatch) -> None:
+        (tmp_path / "planted_families.py").write_text(PLANTED)
+        (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\npython_functions = check_*\n")
+        monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+        code = (
+            "import sys, planted_families, tritonllm; from tritonllm.cli import main\n"
+            "tritonllm.register(planted_families.NONE); sys.argv[1:] = ['plugins', 'check', 'none']; main()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 1
+        assert "test_conformance.py::test_conformance[none-loads] FAILED" in done.stdout, done.stderr
+
     def test_success(self, run, monkeypatch) -> None:
         monkeypatch.setattr(pytest, "main", lambda args: pytest.ExitCode.OK)
         assert run("plugins", "check", "Qwen3-0.6B")[0] == 0

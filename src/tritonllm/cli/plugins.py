@@ -78,6 +78,8 @@ def check(
     plugin = "tritonllm.conformance.plugin"
     options = ["-p", plugin, "-p", "no:cacheprovider", "--pyargs", "tritonllm.conformance", "-v", "--no-header"]
     options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    # The command is the same in every folder: what pytest is told in a project of the user is for that project.
+    options += ["-c", os.devnull, "--rootdir", os.curdir]
     # In one word with its option, or pytest would look for a configuration file where a checkpoint lies.
     code = pytest.main([*options, f"--tritonllm-model={name}", f"--tritonllm-device={device}"])
     raise typer.Exit(int(code != 0))
