@@ -126,6 +126,13 @@ GENERATION_MUTANTS = (
     Mutant("a failure reaches those who run alone", _THREAD, "*self._backlog, *self._arrived]", "]", COROUTINES),
     Mutant("samples share where their grammar stands", _GRAMMARS, "start.deep_copy()", "start", FORMS),
     Mutant("a mask has ids that the model lacks", _GRAMMARS, " & self._vocabulary", "", FORMS),
+    Mutant(
+        "a stop token within a form lets its end in",
+        _GRAMMARS,
+        "(allowed & self._complete)",
+        "(allowed & self._ends)",
+        FORMS,
+    ),
     Mutant("the end is allowed before min_tokens", _GRAMMARS, "allowed & ~self._ends", "allowed", FORMS),
     Mutant("min_tokens leaves nothing allowed", _GRAMMARS, "longer if longer.any() else allowed", "longer", FORMS),
     Mutant("a grammar's error is not looked for", _GRAMMARS, "return self.error", "return None", FORMS),

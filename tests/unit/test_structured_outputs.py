@@ -128,6 +128,17 @@ class TestMasks:
         matcher.accept([digit])
         assert self.allowed(matcher) == {EOS, other}
 
+    def test_a_token_that_ends_the_text_inside_its_form_brings_no_other_end(self, engine, make) -> None:
+        digits = {engine.tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
+        other = engine.tokenizer.convert_tokens_to_ids("x")
+        matcher = make(
+            structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), stop_token_ids=(min(digits), other)
+        )
+        for _ in range(2):
+            assert self.allowed(matcher) == digits
+            matcher.accept([max(digits)])
+        assert self.allowed(matcher) == {EOS, min(digits), other}
+
     def test_a_token_that_does_not_fit_is_an_error_with_its_place(self, engine, make) -> None:
         matcher = make(structured_outputs=StructuredOutputsParams(regex="[0-9]+"))
         assert matcher.accept([engine.tokenizer.convert_tokens_to_ids("7")]) is None
@@ -361,8 +372,9 @@ def test_a_grammar_that_fails_at_a_mask_ends_its_request_with_an_error(engine: L
 
 @pytest.mark.parametrize("form", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}])
 def test_a_form_without_an_end_is_refused(engine: LLMEngine, form: dict) -> None:
-    with pytest.raises(RequestError, match=r"prompt 1: .*cannot be followed: ."):
+    with pytest.raises(RequestError, match=r"prompt 1: .*cannot be followed: .") as caught:
         engine.generate([PROMPT, PROMPT], [SamplingParams(), following(**form)])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ _KEPT = 64
 _SHOWN = 200
 """Characters of a grammar in an error."""
 
+_MEANINGS = {"NoExtensionBias": "no text can complete it; give every rule an alternative that comes to an end"}
+"""What llguidance says in names of its own."""
+
 
 class GrammarMatcher:
     """Where one completion stands in its grammar.
@@ -31,14 +34,21 @@ class GrammarMatcher:
         width: int32 words of the masks it fills.
         vocabulary: int32 words of the model's ids; masks are cut to them, and ids beyond are forbidden.
         min_tokens: tokens before which the text does not end if the grammar lets it go on.
-        end_token_ids: what ends the text.
+        eos_token_ids: of the model; llguidance allows one of them where the grammar may end.
+        stop_token_ids: what else ends the text: there, and wherever the grammar goes on with such a token.
 
     Attributes:
         num_tokens: of the completion, taken in.
     """
 
     def __init__(
-        self, matcher: Any, width: int, vocabulary: np.ndarray, min_tokens: int, end_token_ids: Collection[int]
+        self,
+        matcher: Any,
+        width: int,
+        vocabulary: np.ndarray,
+        min_tokens: int,
+        eos_token_ids: Collection[int],
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         self._matcher = matcher
         self._num_words = len(vocabulary)
@@ -46,8 +56,8 @@ class GrammarMatcher:
         self._filled = self._words[:width]
         self._vocabulary = vocabulary
         self._min_tokens = min_tokens
-        words = 32 * self._num_words
-        self._ends = mask_words([token for token in end_token_ids if token < words], self._num_words) & vocabulary
+        self._complete = _mask_within(eos_token_ids, vocabulary)
+        self._ends = self._complete | _mask_within(stop_token_ids, vocabulary)
         self.num_tokens = 0
 
     def accept(self, token_ids: list[int]) -> str | None:
@@ -66,7 +76,7 @@ class GrammarMatcher:
         """
         self._matcher.unsafe_compute_mask_ptr(self._filled.ctypes.data, self._filled.nbytes)
         allowed = self._words[: self._num_words] & self._vocabulary
-        if (allowed & self._ends).any():  # llguidance knows those of the model alone
+        if (allowed & self._complete).any():  # llguidance knows those of the model alone
             allowed |= self._ends
         if self.num_tokens < self._min_tokens:
             longer = allowed & ~self._ends
@@ -112,9 +122,9 @@ class Grammars:
         if params.structured_outputs is None:
             return None
         start = self._compiled(params.structured_outputs)
-        ends = {*self._eos_token_ids, *params.stop_token_ids}
         width = -(-self._ll_tokenizer.vocab_size // 32)
-        return GrammarMatcher(start.deep_copy(), width, self._vocabulary, params.min_tokens, ends)
+        ends = self._eos_token_ids, params.stop_token_ids
+        return GrammarMatcher(start.deep_copy(), width, self._vocabulary, params.min_tokens, *ends)
 
     def _compile(self, form: StructuredOutputsParams) -> Any:
         """An `LLMatcher` at the start of a grammar, to be copied."""
@@ -161,7 +171,8 @@ def _refusal(form: StructuredOutputsParams, reason: str) -> RequestError:
     (name,) = (name for name in ("json", "regex", "choice", "grammar") if getattr(form, name) is not None)
     value = repr(getattr(form, name))
     value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-    return RequestError(f"{name}={value} cannot be followed: {reason.strip()}")
+    reason = reason.partition("\n<state>")[0].strip()  # behind it llguidance tells its own state
+    return RequestError(f"{name}={value} cannot be followed: {_MEANINGS.get(reason, reason)}")
 
 
 def _grammar_of(form: StructuredOutputsParams, llmatcher: Any) -> str:
@@ -173,6 +184,11 @@ def _grammar_of(form: StructuredOutputsParams, llmatcher: Any) -> str:
     if form.choice is not None:
         return llmatcher.grammar_from_lark(f"start: {' | '.join(json.dumps(text) for text in form.choice)}")
     return llmatcher.grammar_from_lark(form.grammar)
+
+
+def _mask_within(token_ids: Collection[int], vocabulary: np.ndarray) -> np.ndarray:
+    """int32 words of these tokens, as far as they are among those of the model."""
+    return mask_words([token for token in token_ids if token < 32 * len(vocabulary)], len(vocabulary)) & vocabulary
 
 
 def _first_line(text: str) -> str:
