@@ -271,6 +271,11 @@ class TestPromptLogprobs:
         (best,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))["token_ids"]
         assert [entry.rank for entry in engine.score([PROMPT], [best])[0]] == [1, 1, 1]
 
+    @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+    def test_continuations_of_any_kind(self, engine: LLMEngine, kind) -> None:
+        expected = engine.score([PROMPT, PROMPT], [[0], [5, 6]])
+        assert engine.score([kind(PROMPT)] * 2, [kind([0]), kind([5, 6])]) == expected
+
     @pytest.mark.parametrize(
         ("continuations", "message"),
         [

@@ -171,7 +171,9 @@ def as_continued(
         raise RequestError(f"{len(listed)} prompts but {len(continued)} continuations; give one for each prompt")
     pairs = []
     for index, (prompt, continuation) in enumerate(zip(listed, continued, strict=True)):
-        if isinstance(continuation, str) or not continuation:
+        if not isinstance(continuation, str) and _is_listing(continuation):
+            continuation = list(continuation)  # an array has no truth value of its own
+        if isinstance(continuation, str) or continuation == []:
             raise RequestError(f"continuation {index} is {continuation!r}; give at least one token id")
         try:
             pairs.append((tokenize(prompt, tokenizer, vocab_size), tokenize(continuation, None, vocab_size)))
