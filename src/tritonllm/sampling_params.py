@@ -18,6 +18,9 @@ logger = logging.getLogger("tritonllm")
 MAX_LOGPROBS = 20
 """Most tokens whose log probabilities are reported beside that of the chosen one."""
 
+MAX_SAMPLES = 16_384
+"""Most completions of one prompt: every one is a sequence that the host keeps from the start."""
+
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4e38
 
@@ -40,6 +43,9 @@ _CHECKPOINT_DEFAULTS: dict[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+# Those of them that `"do_sample": false` leaves without effect; the others change the best token as well.
+_OF_DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 _RULES: dict[str, Rule] = {
     "temperature": number(0, _FLOAT32_MAX),
@@ -64,13 +70,18 @@ _RULES: dict[str, Rule] = {
     "max_model_length": integer(1).or_none(),
     "skip_special_tokens": flag(),
     "stop_token_ids": integers(0, _INT32_MAX),
-    "stop": texts(),
+    "stop": Rule(f"{texts().allowed}, in Unicode", lambda value: texts().accepts(value) and _is_unicode(value)),
     "include_stop_str_in_output": flag(),
-    "n": integer(1),
+    "n": integer(1, MAX_SAMPLES),
     "structured_outputs": Rule(
         "a StructuredOutputsParams", lambda value: isinstance(value, StructuredOutputsParams)
     ).or_none(),
 }
+
+
+def _is_unicode(strings: Any) -> bool:
+    """Whether no string has half of a character, a lone surrogate, which no text of a tokenizer has."""
+    return not any("\ud800" <= character <= "\udfff" for text in strings for character in text)
 
 
 @dataclass(frozen=True)
@@ -111,12 +122,12 @@ class SamplingParams:
         max_model_length: most tokens of prompt and output together, >= 1; None is the engine's limit.
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
         stop_token_ids: further ids that end the text, each >= 0.
-        stop: strings that end the text, none of them empty; one string will do. Found across tokens as well; of
-            several, the one that is complete first counts. They need a tokenizer.
+        stop: strings that end the text, none of them empty or with half a character; one string will do. Found across
+            tokens as well; of several, the one that is complete first counts. They need a tokenizer.
         include_stop_str_in_output: leave in the text what stopped it, stop string or token. Its tokens are among the
             token ids in any case.
-        n: completions of each prompt, >= 1. They share the full blocks of the prompt and draw from noise of their own;
-            the first is what n = 1 gives.
+        n: completions of each prompt, from 1 to 16,384. They share the full blocks of the prompt and draw from noise
+            of their own; the first is what n = 1 gives.
         structured_outputs: the form that each completion must have. Where it is complete the text may end, and where
             nothing can follow it does; `stop`, `stop_token_ids` and the limits of length end it anywhere. `min_tokens`
             counts as long as the form lets the text go on. Neither `ignore_eos` nor `allowed_token_ids` goes with it.
@@ -191,7 +202,7 @@ class SamplingParams:
             config = _read_generation_config(checkpoint)
         asked = {name: config[name] for name in _CHECKPOINT_DEFAULTS if config.get(name) is not None}
         if config.get("do_sample") is False:
-            asked = {"temperature": 0}
+            asked = {"temperature": 0} | {name: value for name, value in asked.items() if name not in _OF_DRAWS}
         unknown = {
             name: value
             for name, value in asked.items()

@@ -53,8 +53,9 @@ def test_defaults() -> None:
         ("skip_special_tokens", "True or False", [1, None, "yes"]),
         ("stop_token_ids", "integer from 0", [(-1,), [True], (1.0,), ["a"], 5, None, "ab", (2**31,)]),
         ("stop", "a non-empty string or several", ["", ("",), ["a", ""], [1], (None,), None, 5, True, b"a", {"a": 1}]),
+        ("stop", "in Unicode", ["\ud83d", ["a", "b\ude00"]]),
         ("bad_words", "a non-empty string or several", ["", [""], ["a", ""], [1], (None,), None, 5, True, b"a"]),
-        ("n", "integer >= 1", [0, -1, 1.5, True, None, "1"]),
+        ("n", "integer from 1 to 16384", [0, -1, 1.5, True, None, "1", 16_385, 10**9]),
         ("include_stop_str_in_output", "True or False", [1, None, "yes"]),
     ],
 )
@@ -85,6 +86,7 @@ def test_out_of_range(field: str, allowed: str, refused: list[object]) -> None:
         ("logprobs", [None, 0, 20]),
         ("prompt_logprobs", [None, 0, 20]),
         ("max_model_length", [1, 4096, None]),
+        ("n", [1, 16_384]),
     ],
 )
 def test_edges_are_kept_as_given(field: str, values: list[object]) -> None:
@@ -141,6 +143,10 @@ class TestFromCheckpoint:
             ),
             ({"temperature": 0.6}, {"temperature": 0.6}),
             ({"do_sample": False, "temperature": 0.6, "top_k": 20, "typical_p": 0.5}, {"temperature": 0}),
+            (
+                {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1},
+                dict(temperature=0, repetition_penalty=1.1),
+            ),
             ({"do_sample": True, "top_p": None, "top_k": 0}, {}),
             ({"max_length": 20, "max_new_tokens": 5, "eos_token_id": [1], "num_beams": 1}, {}),
         ],
@@ -171,6 +177,14 @@ class TestFromCheckpoint:
         assert caplog.messages == [
             "the checkpoint's generation_config.json asks for typical_p=0.5, no_repeat_ngram_size=3, "
             "which is not computed here"
+        ]
+
+    def test_what_changes_the_best_token_is_named_without_sampling_too(self, tmp_path: Path, caplog) -> None:
+        folder = self.folder(tmp_path, {"do_sample": False, "typical_p": 0.5, "no_repeat_ngram_size": 3})
+        with caplog.at_level(logging.WARNING, "tritonllm"):
+            assert SamplingParams.from_checkpoint(folder) == SamplingParams(temperature=0)
+        assert [message.partition(" asks for ")[2] for message in caplog.messages] == [
+            "no_repeat_ngram_size=3, which is not computed here"
         ]
 
     @pytest.mark.parametrize("config", [{"temperature": -1}, {"top_p": "0.9"}, ["temperature"], 5])
