@@ -561,7 +561,7 @@ class TestListings:
         code, out, err = run("plugins", "--json")
         assert (code, err) == (1, "")
         bad, good = json.loads(out)
-        assert (bad["name"], bad["error"]) == ("bad", "RuntimeError: [red]out of order[/red]")
+        assert (bad["name"], bad["error"]) == ("bad", "RuntimeError: [red]out of order[/red] (bad_plugin, line 1)")
         assert (good["error"], good["imports_torch"], good["specs"][0]["checkpoints"]) == (None, False, ["Good-1M"])
 
     def test_no_plugins(self, run, monkeypatch) -> None:
