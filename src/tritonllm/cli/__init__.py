@@ -68,6 +68,11 @@ def main(args: Sequence[str] | None = None) -> None:
                 raise OSError("standard output is closed")
             try:
                 words = sys.argv[1:] if args is None else list(args)
+                if words[:1] == ["plugins"] and set(words[1:]) <= {"--json"}:
+                    # Newer typers parse options by pydantic, which takes longer to import than all the rest together.
+                    from tritonllm.cli.plugins import list_plugins
+
+                    sys.exit(list_plugins(as_json=len(words) > 1))
                 first = next((word for word in words if not word.startswith("-")), "")
                 make_app([first] if first in _MODULES else _MODULES)(words, prog_name="tritonllm")
             finally:

@@ -29,8 +29,12 @@ def plugins(context: typer.Context, as_json: AsJson = False) -> None:
 
     Every installed plugin is loaded by itself. The exit code is 1 if one failed, or if two claim the same name.
     """
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        raise typer.Exit(list_plugins(as_json))
+
+
+def list_plugins(as_json: bool) -> int:
+    """Print the listing; the exit code."""
     from tritonllm.plugin_discovery import PLUGINS_VARIABLE
     from tritonllm.registry import default_registry
 
@@ -49,8 +53,7 @@ def plugins(context: typer.Context, as_json: AsJson = False) -> None:
     else:
         restricted = os.environ.get(PLUGINS_VARIABLE) is not None
         say(f"No plugin is {f'allowed by {PLUGINS_VARIABLE}' if restricted else 'installed'}.")
-    if conflicts or any(plugin.error for plugin in loaded):
-        raise typer.Exit(1)
+    return int(bool(conflicts) or any(plugin.error for plugin in loaded))
 
 
 @plugins_app.command()
