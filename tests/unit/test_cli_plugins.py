@@ -47,8 +47,9 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         points = [importlib.metadata.EntryPoint(name, f"installed_{name}", "tritonllm") for name in specs]
         found = ModelRegistry(points)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr("tritonllm.registry.default_registry", lambda: found)
+        # In this order: a module that is imported behind the first would keep what stands in for it.
         monkeypatch.setattr("tritonllm.conformance.subjects.default_registry", lambda: found)
+        monkeypatch.setattr("tritonllm.registry.default_registry", lambda: found)
 
     yield install
     for name in [name for name in sys.modules if name.startswith("installed_")]:

@@ -23,8 +23,8 @@ from tritonllm.registry import ModelRegistry, check_ranks_can_import, default_re
 def registry(monkeypatch: pytest.MonkeyPatch) -> ModelRegistry:
     """A registry of the test's own in place of the process's."""
     made = ModelRegistry([])
-    monkeypatch.setattr("tritonllm.registry.default_registry", lambda: made)
     monkeypatch.setattr("tritonllm.engine.resolve.default_registry", lambda: made)
+    monkeypatch.setattr("tritonllm.registry.default_registry", lambda: made)
     return made
 
 
