@@ -80,6 +80,15 @@ def test_a_cpu_is_refused(make_engine) -> None:
         pass
 
 
+def test_a_cpu_is_refused_before_anything_runs(llama: str) -> None:
+    sizes = {"max_num_sequences": 2, "max_cached_blocks": 32, "block_size": 16, "max_model_length": 96}
+    with Bench(EngineConfig(llama, device="cpu", **sizes), None, None) as bench:
+        before = bench.llm.stats()["steps"]
+        with pytest.raises(EngineError, match="profiled on a GPU alone"):
+            measure(bench, [([1, 2, 3], 5)], 0.0, runs=1, profile=True)
+        assert bench.llm.stats()["steps"] == before
+
+
 def test_the_report_has_a_table_of_it(llama: str, monkeypatch) -> None:
     sizes = {"max_num_sequences": 2, "max_cached_blocks": 32, "block_size": 16, "max_model_length": 96}
     with Bench(EngineConfig(llama, device="cpu", **sizes), None, None) as bench:

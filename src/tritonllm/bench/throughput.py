@@ -14,7 +14,7 @@ from typing import Any
 
 from tritonllm.bench.limits import fraction
 from tritonllm.bench.timing import TOKEN_IDS, Bench, median_run, rounded, timed_generate
-from tritonllm.bench.workload_profile import timed_steps, workload_profile
+from tritonllm.bench.workload_profile import require_events, timed_steps, workload_profile
 from tritonllm.sampling_params import SamplingParams
 
 
@@ -39,6 +39,8 @@ def measure(
     Every run has first tokens of its own, so that none finds the prompts of the one before in the prefix cache. With
     `profile` one more run follows, whose steps are looked at one by one.
     """
+    if profile:
+        require_events(bench.llm)
     measured = [_run(bench, requests, temperature, index) for index in range(runs)]
     middle = median_run(measured, "seconds")
     looked_at: dict[str, Any] | None = None

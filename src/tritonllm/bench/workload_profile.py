@@ -27,6 +27,12 @@ class Step(NamedTuple):
     after: Any
 
 
+def require_events(llm: LLMEngine) -> None:
+    """Raise `EngineError` if the engine runs on a CPU, which has no events."""
+    if llm.config.device != "cuda":
+        raise EngineError("a workload can be profiled on a GPU alone: events of the device tell its steps apart.")
+
+
 @contextmanager
 def timed_steps(llm: LLMEngine) -> Iterator[list[Step]]:
     """Every step that an engine launches inside, in order; those of other ranks are not looked at.
@@ -36,8 +42,7 @@ def timed_steps(llm: LLMEngine) -> Iterator[list[Step]]:
     """
     import torch
 
-    if llm.config.device != "cuda":
-        raise EngineError("a workload can be profiled on a GPU alone: events of the device tell its steps apart.")
+    require_events(llm)
     steps: list[Step] = []
     runner = llm.runner
     launch = runner.launch
