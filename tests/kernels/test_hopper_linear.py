@@ -15,6 +15,7 @@ from tritonllm.kernels.hopper_linear import (
     hopper_linear_parts,
     plan_hopper_linear,
     serves_shape,
+    token_boxes,
 )
 from tritonllm.kernels.reference import linear
 from tritonllm.testing.tensors import Draw, bits
@@ -132,7 +133,7 @@ def test_a_row_depends_on_itself_alone(seed, tokens, columns, outputs, gated, ro
 
 
 @needs_hopper
-@pytest.mark.parametrize("tokens", [5, 64, 100, 200])
+@pytest.mark.parametrize("tokens", [5, 9, 24, 64, 100, 200])
 def test_nothing_beside_the_output_is_written(tokens, device):
     layer = Layer(1, tokens, 520, 72, 0, torch.bfloat16, False, False, device)
     wide = torch.full((tokens + 2, 100), 7.0, dtype=torch.bfloat16, device=device)
@@ -182,6 +183,15 @@ def test_a_chain_of_them_equals_one_at_a_time(device):
         for weight in weights:
             chained = hopper_linear(chained, weight)
         assert torch.equal(bits(chained), bits(waited))
+
+
+@given(tokens=st.integers(1, 300), tile=st.sampled_from([64, 128]))
+def test_boxes_reach_no_further_than_the_tokens(tokens, tile):
+    """But for fewer than fill a swizzle; they cover a tile's tokens, and have room in it."""
+    box, boxes = token_boxes(tokens, tile)
+    assert box <= max(tokens, 8)
+    assert min(tokens, tile) <= box * boxes <= tile
+    assert tile % box == 0
 
 
 def test_on_a_cpu_it_is_the_reference():

@@ -196,9 +196,23 @@ HOPPER_MUTANTS = (
     _hopper(
         "Hopper: every part of a sum multiplies the first columns of x",
         "hopper_linear_kernel",
-        "[first_token, first_column + step * BLOCK_K]",
-        "[first_token, step * BLOCK_K]",
+        "column = first_column + step * BLOCK_K\n    load_async(x_desc",
+        "column = step * BLOCK_K\n    load_async(x_desc",
         _LONG_SUMS,
+    ),
+    _hopper(
+        "Hopper: the last tile of tokens is moved back one too far",
+        "hopper_linear_kernel",
+        "num_tokens - BLOCK_M)",
+        "num_tokens - BLOCK_M - 1)",
+        _LINEAR_PLACES,
+    ),
+    _hopper(
+        "Hopper: tokens of a second box count on from the first",
+        "hopper_linear_kernel",
+        "second_token - BOX_M + place",
+        "first_token + place",
+        _LINEAR_PLACES,
     ),
     _hopper(
         "Hopper: a token too many is written",

@@ -7,7 +7,7 @@ paths are compared with SEPARATE over a few layers. Contexts are drawn between h
 times as many keys, the same in every run.
 
 `--write FILE` puts the fastest paths into a tuning table, by hidden size: from one batch to the next larger one the
-path changes only if that gains more than 2%. What else is in the file stays. TRITONLLM_TUNING=FILE uses it.
+path changes only if that gains more than 1%. What else is in the file stays. TRITONLLM_TUNING=FILE uses it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tritonllm.bench.limits import Limits
 from tritonllm.bench.tuning import best_paths
 from tritonllm.bench.tuning_options import read_models, read_numbers, require_gpu, write_table
 from tritonllm.config import EngineConfig
+from tritonllm.engine.cuda_graphs import bucket_sizes
 from tritonllm.engine.kv_cache import KVPool
 from tritonllm.engine.resolve import ResolvedModel, build_model, resolve_model
 from tritonllm.errors import EngineError, KernelError
@@ -40,7 +41,8 @@ from tritonllm.models.decoder import DecoderLM
 from tritonllm.models.tensor_parallel import TPGroup
 
 MODELS = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen3-8B")
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = tuple(bucket_sizes(256))
+"""Those that an engine captures."""
 LARGEST_ERROR = 5e-2
 """Relative, in the 2-norm, over `_COMPARED_LAYERS`: residual streams in bfloat16 differ by about 2e-2."""
 

@@ -11,6 +11,9 @@ from tritonllm.kernels.tuning_table import LinearKey, PathLimit
 WORTH = 0.02
 """Share of a time that has to be gained to change what would run otherwise; two measurements differ by less."""
 
+WORTH_OF_A_PATH = 0.01
+"""The same where whole layers were measured, whose times are those of many kernels."""
+
 
 @dataclass(frozen=True)
 class LinearTimes:
@@ -43,8 +46,8 @@ def best_forms(times: Iterable[LinearTimes]) -> dict[LinearKey, Form]:
 def best_paths(times: Mapping[int, Mapping[str, float]]) -> tuple[PathLimit, ...]:
     """Limits of the fastest paths, for a tuning table.
 
-    From one batch to the next larger one the path changes only if that gains more than `WORTH`. A batch decides for all
-    that are larger than the measured one before it; above the largest, "separate" serves.
+    From one batch to the next larger one the path changes only if that gains more than `WORTH_OF_A_PATH`. A batch
+    decides for all that are larger than the measured one before it; above the largest, "separate" serves.
 
     Args:
         times: by rows of the batch, the time of each path that could run.
@@ -54,7 +57,7 @@ def best_paths(times: Mapping[int, Mapping[str, float]]) -> tuple[PathLimit, ...
         measured = times[rows]
         path = min(measured, key=lambda name: measured[name])
         before = limits[-1].path if limits else path
-        if before in measured and measured[path] >= measured[before] * (1 - WORTH):
+        if before in measured and measured[path] >= measured[before] * (1 - WORTH_OF_A_PATH):
             path = before
         if limits and path == before:
             limits.pop()

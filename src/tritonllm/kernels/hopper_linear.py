@@ -31,6 +31,7 @@ from tritonllm.kernels.reference import linear
 _DTYPES = (torch.bfloat16, torch.float16)
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _COLUMNS = 64  # of a step: 128 bytes, the widest swizzle
+_SMALLEST_BOX = 8  # rows: what a swizzle of 128 bytes repeats after
 _PROGRAMS = 132  # SMs of an H100 or H200
 _SHARED_MEMORY = 220 << 10  # bytes of an SM for tiles; barriers and the system take the rest of 228 KiB
 
@@ -65,6 +66,8 @@ def choose_tile(tokens: int, rows: int, gated: bool, parts: bool) -> HopperTile:
     """
     most = _PROGRAMS // 2 if parts else 2 * _PROGRAMS
     token_tile = 64 if tokens <= 64 or cdiv(tokens, 64) * cdiv(rows, 64) <= most else 128
+    if parts and token_tile == 128 and cdiv(tokens, 64) % 2 and cdiv(tokens, 64) * cdiv(rows, 128) <= most:
+        token_tile = 64  # by 128 rows: a tile less of tokens that others compute as well
     token_tiles = cdiv(tokens, token_tile)
     halves = 2 if gated else 1
     row_tile = 32 if gated and tokens <= 64 and cdiv(rows, 32) <= most else 64
@@ -75,6 +78,18 @@ def choose_tile(tokens: int, rows: int, gated: bool, parts: bool) -> HopperTile:
     shared_memory = _SHARED_MEMORY if tiles * splits <= _PROGRAMS else _SHARED_MEMORY // 2
     stage = (token_tile + halves * row_tile) * _COLUMNS * 2
     return HopperTile(token_tile, row_tile, min(shared_memory // stage, 12), splits)
+
+
+def token_boxes(tokens: int, token_tile: int) -> tuple[int, int]:
+    """Rows of a box of x, and how many boxes fill a tile: such that next to none reaches beyond the last token.
+
+    A tile has one box if there are so many tokens, else two that overlap; places behind them are not filled.
+    """
+    if tokens >= token_tile:
+        return token_tile, 1
+    if tokens <= _SMALLEST_BOX:
+        return _SMALLEST_BOX, 1
+    return 1 << (tokens - 1).bit_length() - 1, 2
 
 
 def serves_shape(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -130,11 +145,12 @@ def plan_hopper_linear(
     check(tile.splits == (out.shape[0] if parts else 1), op, lambda: f"{tile} does not fit out {shape_of(out)}")
     steps = cdiv(columns, tile.splits * _COLUMNS)
     warps = tile.tokens // 16
+    box, boxes = token_boxes(tokens, tile.tokens)
     return Launch(
         kernel=_hopper_linear_kernel,
         grid=(cdiv(tokens, tile.tokens), cdiv(rows, tile.rows), tile.splits),
         args={
-            "x_desc": TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [tile.tokens, _COLUMNS], _LAYOUT),
+            "x_desc": TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [box, _COLUMNS], _LAYOUT),
             "weight_desc": TensorDescriptor(weight, list(weight.shape), [columns, 1], [tile.rows, _COLUMNS], _LAYOUT),
             "bias_ptr": bias,
             "out_ptr": out,
@@ -148,6 +164,8 @@ def plan_hopper_linear(
             "BLOCK_M": tile.tokens,
             "BLOCK_N": tile.rows,
             "BLOCK_K": _COLUMNS,
+            "BOX_M": box,
+            "BOXES": boxes,
             "STAGES": min(tile.stages, steps),
             "SPLITS": tile.splits,
             "GATED": gated,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tritonllm.kernels.dependent_launch import launch_dependents, wait_for_previous
-from tritonllm.kernels.gluon_adapter import load_async
+from tritonllm.kernels.gluon_adapter import load_async, reinterpret
 
 
 @gluon.jit
@@ -35,9 +35,14 @@ def _load_weight(weight_desc, weight_smem, ready, step, first_row, first_column,
 
 
 @gluon.jit
-def _load_x(x_desc, x_smem, ready, step, first_token, first_column, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def _load_x(x_desc, x_boxes, ready, step, first_token, second_token, first_column,
+            BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, PLACES: gl.constexpr):  # fmt: skip
+    """Start on a step's part of x: one box of tokens, or a second one that may overlap it."""
     stage = step % STAGES
-    load_async(x_desc, [first_token, first_column + step * BLOCK_K], ready.index(stage), x_smem.index(stage))
+    column = first_column + step * BLOCK_K
+    load_async(x_desc, [first_token, column], ready.index(stage), x_boxes.index(stage * PLACES))
+    if BOXES == 2:
+        load_async(x_desc, [second_token, column], ready.index(stage), x_boxes.index(stage * PLACES + 1))
 
 
 @gluon.jit
@@ -71,6 +76,8 @@ def _hopper_linear_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BOXES: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     GATED: gl.constexpr,
@@ -81,18 +88,23 @@ def _hopper_linear_kernel(
     if PDL:
         launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
-    BYTES: gl.constexpr = (BLOCK_M + HALVES * BLOCK_N) * BLOCK_K * 2
+    BYTES: gl.constexpr = (BOXES * BOX_M + HALVES * BLOCK_N) * BLOCK_K * 2
+    PLACES: gl.constexpr = BLOCK_M // BOX_M  # for boxes, in a stage
     STEPS: gl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of each split; behind K all is zero
     FIRST: gl.constexpr = min(STEPS, STAGES)
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     DTYPE: gl.constexpr = weight_desc.dtype
     # Programs that share a tile of the weight are neighbours, so that it comes from memory once.
-    first_token = gl.program_id(0) * BLOCK_M
+    # Boxes of x are moved back to where it ends: TMA takes longer for rows that are not there than for those that are.
+    # Of tokens that are computed twice both results are the same, to the bit.
+    first_token = gl.maximum(gl.minimum(gl.program_id(0) * BLOCK_M, num_tokens - BLOCK_M), 0)
+    second_token = num_tokens - BOX_M  # of a second box, which there is where a tile has room for more than x has
     first_row = gl.program_id(1) * BLOCK_N
     split = gl.program_id(2)
     first_column = split * (STEPS * BLOCK_K)
 
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    x_boxes = gl.allocate_shared_memory(DTYPE, [STAGES * PLACES, BOX_M, BLOCK_K], x_desc.layout)
+    x_smem = reinterpret(x_boxes, DTYPE, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     weight_smem = gl.allocate_shared_memory(DTYPE, [HALVES * STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -105,7 +117,9 @@ def _hopper_linear_kernel(
     if PDL:
         wait_for_previous()
     for i in gl.static_range(FIRST):
-        _load_x(x_desc, x_smem, ready, i, first_token, first_column, BLOCK_K, STAGES)
+        _load_x(
+            x_desc, x_boxes, ready, i, first_token, second_token, first_column, BLOCK_K, STAGES, BOXES, PLACES
+        )  # fmt: skip
 
     acc = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PRODUCTS)
     up = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PRODUCTS)  # of a gated layer, where acc is the gate
@@ -128,15 +142,21 @@ def _hopper_linear_kernel(
                     weight_desc, weight_smem, ready, refill, first_row, first_column, N + first_row,
                     BLOCK_K, STAGES, GATED, BYTES,
                 )  # fmt: skip
-                _load_x(x_desc, x_smem, ready, refill, first_token, first_column, BLOCK_K, STAGES)
+                _load_x(
+                    x_desc, x_boxes, ready, refill, first_token, second_token, first_column,
+                    BLOCK_K, STAGES, BOXES, PLACES,
+                )  # fmt: skip
     if GATED:
         acc, up = warpgroup_mma_wait(0, deps=[acc, up])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
 
     row = first_row + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PRODUCTS))
-    token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PRODUCTS))
-    mask = gl.expand_dims(token < num_tokens, 1) & gl.expand_dims(row < N, 0)
+    place = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PRODUCTS))
+    token = first_token + place
+    if BOXES == 2:
+        token = gl.where(place < BOX_M, token, second_token - BOX_M + place)
+    mask = gl.expand_dims(token < num_tokens, 1) & gl.expand_dims(row < N, 0)  # no token for places behind the boxes
     offsets = gl.expand_dims(token.to(gl.int64) * out_stride, 1) + gl.expand_dims(row, 0)
     out_ptr += split.to(gl.int64) * out_part_stride
     if bias_ptr is not None:

@@ -40,8 +40,11 @@ _SMOLLM = (576, 960, 576, 1536, True)
 
 CASES = [
     Case("qwen3-0.6b-64", partial(_linears, 64, *_QWEN3), dot=True, only=("sm_90",)),
+    Case("qwen3-0.6b-5", partial(_linears, 5, *_QWEN3), dot=True, only=("sm_90",)),
+    Case("qwen3-0.6b-40", partial(_linears, 40, *_QWEN3), dot=True, only=("sm_90",)),
     Case("qwen3-0.6b-256", partial(_linears, 256, *_QWEN3), dot=True, only=("sm_90",)),
     Case("llama-3.2-1b-64", partial(_linears, 64, *_LLAMA), dot=True, only=("sm_90",)),
+    Case("llama-3.2-1b-104", partial(_linears, 104, *_LLAMA), dot=True, only=("sm_90",)),
     Case("smollm2-135m-128-bias", partial(_linears, 128, *_SMOLLM), dot=True, only=("sm_90",)),
     Case("qwen3-0.6b-64-gelu", partial(_linears, 64, *_QWEN3, activation="gelu"), dot=True, only=("sm_90",)),
     Case("qwen3-0.6b-64-gelu-tanh", partial(_linears, 64, *_QWEN3, activation="gelu_tanh"), dot=True, only=("sm_90",)),
