@@ -334,12 +334,13 @@ class TestShipped:
     def test_the_paths_of_an_h200(self) -> None:
         shipped = tuning.shipped_tuning((9, 0))
         for size in (576, 1024):
-            assert named(shipped, size, 1, 16, 17, 256, 257) == ["skinny"] * 2 + ["hopper"] * 2 + ["separate"]
-        middle = ["skinny"] + ["mixed"] * 2 + ["hopper"] * 2 + ["separate"] + ["hopper"] * 2 + ["separate"]
-        assert named(shipped, 2048, 1, 2, 32, 33, 64, 65, 97, 128, 129) == middle
-        large = ["skinny"] + ["separate"] * 2 + ["hopper"] * 2 + ["separate"] * 2 + ["mixed"] * 2 + ["separate"]
-        assert named(shipped, 4096, 1, 2, 32, 33, 64, 65, 96, 97, 256, 257) == large
-        assert named(shipped, 8192, 1, 2, 32, 33, 64, 65, 96, 97, 256, 257) == large
+            assert named(shipped, size, 1, 8, 9, 256, 257) == ["skinny"] * 2 + ["hopper"] * 2 + ["separate"]
+        middle = ["skinny"] * 2 + ["hopper"] * 2 + ["separate"] * 2 + ["mixed"] * 2 + ["separate"]
+        assert named(shipped, 2048, 1, 4, 5, 128, 129, 160, 161, 256, 257) == middle
+        large = ["skinny"] + ["hopper"] * 2 + ["separate"] * 2 + ["mixed"] * 2 + ["separate"] * 2 + ["mixed"] * 2
+        for size in (4096, 8192):
+            assert named(shipped, size, 1, 2, 64, 65, 80, 81, 128, 129, 176, 177, 256) == large
+            assert named(shipped, size, 257) == ["separate"]
 
     def test_it_goes_into_the_wheel(self) -> None:
         project = Path(tritonllm.__file__).parents[2] / "pyproject.toml"
