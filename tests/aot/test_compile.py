@@ -86,9 +86,12 @@ def test_rdna_alone_gets_more_warps_and_fewer_keys() -> None:
     assert choices("attention-llama-3.2-1b", "gfx942") == [(4, 32), (2, 64)]
     assert choices("attention-llama-3.2-1b", "gfx1100") == [(8, 32), (8, 32)]
     assert choices("attention-head-dim-80", "gfx942") == [(4, 32), (4, 64)]
-    assert choices("attention-head-dim-80", "gfx1100") == [(8, 16), (8, 16)]
+    assert choices("attention-head-dim-80", "gfx1100") == [(16, 16), (16, 16)]
     assert choices("fused_attention-head-dim-256", "gfx942") == [(4, 16)]
     assert choices("fused_attention-head-dim-256", "gfx1100") == [(16, 16)]
+    saving = {name: launches_on(all_cases()["fused_attention-qwen3-0.6b"], target) for name, target in TARGETS.items()}
+    for name, launches in saving.items():
+        assert {launch.constexprs["SAVE_REGISTERS"] for launch in launches} == {name == "gfx1100"}
 
 
 def test_arguments_are_in_the_order_of_the_kernel() -> None:

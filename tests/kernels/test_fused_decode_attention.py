@@ -35,6 +35,7 @@ TILES = st.builds(
     warps=st.sampled_from([2, 4]),
     merge_heads=st.sampled_from([1, 2]),
     head_start=st.booleans(),
+    save_registers=st.booleans(),
 )
 
 
@@ -133,8 +134,10 @@ def test_block_boundaries(block_size: int, device: torch.device) -> None:
     assert_same((out, *caches), separate(step), exact_keys=False)
 
 
-@pytest.mark.parametrize("head_start", [False, True])
-def test_equals_decode_attention(head_start: bool, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize(("head_start", "save_registers"), [(False, False), (True, False), (False, True)])
+def test_equals_decode_attention(
+    head_start: bool, save_registers: bool, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
     """The kernel it replaces, rather than its reference, on tiles of the same size."""
     shape = Shape(num_kv_heads=2, group=3, head_dim=64, block_size=16)
     for dtype in dtypes:
@@ -144,7 +147,8 @@ def test_equals_decode_attention(head_start: bool, device: torch.device, dtypes:
         out = decode_attention(
             q, *caches, step.batch.block_tables, step.batch.context_lens, shape.scale, workspace_for(step)
         )
-        assert_same(run(step, replace(TILE, head_start=head_start)), (out, *caches), exact_keys=True)
+        tile = replace(TILE, head_start=head_start, save_registers=save_registers)
+        assert_same(run(step, tile), (out, *caches), exact_keys=True)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(48, 5), (160, 1), (256, 2), (72, 24), (64, 71)])

@@ -101,5 +101,5 @@ def _shared_bytes(block_g: int, block_d: int, keys: int, stages: int, itemsize: 
 def decode_warps(block_g: int, block_d: int, keys: int, rdna: bool = False) -> int:
     """Warps of a program, by the size of its output and of a tile of keys."""
     if rdna:
-        return 8 if block_g * block_d <= 16 * 128 else 16
+        return 8 if block_d <= 64 and block_g <= 32 else 16
     return 4 if max(block_g, keys) * block_d <= 64 * 128 else 8

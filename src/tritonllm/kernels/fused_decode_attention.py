@@ -45,7 +45,7 @@ from tritonllm.kernels.paged_attention import (
 )
 from tritonllm.kernels.reference import attention as reference
 from tritonllm.kernels.rope import check_rotation, load_with_partners, norm_and_rotate
-from tritonllm.kernels.split_attention import attend_tile, attend_tiles, load_tile, sequence_at, store_or_merge
+from tritonllm.kernels.split_attention import add_key, attend_tile, attend_tiles, load_tile, sequence_at, store_or_merge
 
 
 @triton.jit(
@@ -90,6 +90,7 @@ def _fused_decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEAD_START: tl.constexpr,
+    SAVE_REGISTERS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -157,11 +158,14 @@ def _fused_decode_attention_kernel(
     peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    if SAVE_REGISTERS:
+        has_new = (split == used - 1) & (context_len > 0)
+        acc, total, peak = add_key(heads, new_value, row == GROUP, has_new, scale_log2, acc, total, peak, SOFTCAP)
     next_tile = tile + used if HEAD_START else tile
     acc, total, peak = attend_tiles(
         heads, k_ptrs, v_ptrs, table_row_ptr, block_ids, next_tile, first_tile + num_tiles, used, first_key, old_len,
         scale_log2, cache_block_stride, cache_token_stride, acc, total, peak, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-        SOFTCAP,
+        SOFTCAP, SAVE_REGISTERS,
     )  # fmt: skip
     if HEAD_START:
         acc, total, peak = attend_tile(heads, keys, values, key_mask, scale_log2, acc, total, peak, SOFTCAP)
@@ -170,9 +174,9 @@ def _fused_decode_attention_kernel(
             cache_offset = slot_offset(slot, cache_block_stride, cache_token_stride, BLOCK_SIZE) + cache_head
             tl.store(k_cache_ptr + cache_offset + dim, heads, mask=new_mask)
             tl.store(v_cache_ptr + cache_offset + dim, new_value, mask=new_mask)
-        # The tile of heads is a tile of keys as well, of which one exists.
-        is_new = tl.arange(0, BLOCK_G) == GROUP
-        acc, total, peak = attend_tile(heads, heads, new_value, is_new, scale_log2, acc, total, peak, SOFTCAP)
+        if not SAVE_REGISTERS:  # the tile of heads is a tile of keys as well, of which one exists
+            is_new = tl.arange(0, BLOCK_G) == GROUP
+            acc, total, peak = attend_tile(heads, heads, new_value, is_new, scale_log2, acc, total, peak, SOFTCAP)
     store_or_merge(
         acc, total, peak, out_ptr + sequence * out_token_stride, out_head_stride, partial_out_ptr, partial_stats_ptr,
         counters_ptr, sequence, kv_head, split, used, NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, MERGE_HEADS, BLOCK_G,
@@ -281,6 +285,7 @@ def plan_fused_decode_attention(
             "BLOCK_N": tile.keys,
             "BLOCK_D": block_d,
             "HEAD_START": tile.head_start,
+            "SAVE_REGISTERS": tile.save_registers,
             "WINDOW": window,
             "SOFTCAP": softcap,
             "PDL": pdl,

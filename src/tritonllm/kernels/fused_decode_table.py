@@ -23,6 +23,8 @@ class FusedTile:
         merge_heads: heads of a group that are merged at a time, a power of two.
         head_start: read the first tile into registers before the queries: shortens the chain of latencies, which is
             all that counts when there are few programs, at the price of registers.
+        save_registers: order the work so that few values are alive at once: the new token before all others, and the
+            ids of a tile's successor before its keys.
     """
 
     splits: int
@@ -32,6 +34,7 @@ class FusedTile:
     warps: int
     merge_heads: int
     head_start: bool
+    save_registers: bool = False
 
 
 @cache
@@ -53,8 +56,10 @@ def fused_tile(
     block_g, block_d = fused_blocks(group, head_dim)
     grid = decode_grid(batch, num_kv_heads, head_dim, num_sms)
     keys, stages = key_tile(grid, block_g, block_d, itemsize, shared_memory, rdna)
-    few = grid.few and stages > 2
-    if few and not rdna:  # the tile in registers takes the place of one in shared memory
+    few = grid.few and stages > 2 and not rdna
+    if rdna and block_d > 128:
+        stages = 1  # a tile in flight waits in registers, and queries and keys take them all
+    if few:  # the tile in registers takes the place of one in shared memory
         stages -= 1
     return FusedTile(
         splits=grid.splits,
@@ -64,7 +69,8 @@ def fused_tile(
         warps=decode_warps(block_g, block_d, keys, rdna),
         # At most 128 registers a thread for the merge, lest it decide the registers of the whole kernel.
         merge_heads=min(max(16384 // (grid.splits * block_d), 1), max(triton.next_power_of_2(group), 4)),
-        head_start=few or (rdna and block_d > 128),
+        head_start=few,
+        save_registers=rdna,
     )
 
 

@@ -254,7 +254,7 @@ def plan_prefill_attention(
     by_tma = by_tma and window is None and _tma_can_load(k_cache, block_n)
     num_warps = 4 if block_d * q.element_size() <= 256 and tile_rows <= 64 else 8
     if rdna:
-        num_warps = 8 if block_d <= 128 else 16
+        num_warps = 8 if block_d <= 64 else 16
     return Launch(
         kernel=_prefill_attention_kernel,
         grid=(tiles.shape[0] * num_heads,),

@@ -67,6 +67,22 @@ def attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak, SOF
 
 
 @triton.jit
+def add_key(heads, values, is_new, has_new, scale_log2, acc, total, peak, SOFTCAP: tl.constexpr):
+    """A running output, total and peak that have seen no key yet, after one key, or as they are unless `has_new`.
+
+    The key is the row `is_new` [BLOCK_G, 1] of the queries' own tile `heads` [BLOCK_G, BLOCK_D], and its value that of
+    `values`. It is no product of tiles, whose operands would fill the registers.
+    """
+    key = tl.sum(tl.where(is_new, heads.to(tl.float32), 0.0), axis=0, keep_dims=True)  # [1, BLOCK_D]
+    value = tl.sum(tl.where(is_new, values.to(tl.float32), 0.0), axis=0, keep_dims=True)
+    scores = tl.sum(heads.to(tl.float32) * key, axis=1)  # [BLOCK_G]
+    if SOFTCAP is not None:
+        scores = cap_scores(scores, scale_log2, SOFTCAP)
+    # Its score is the peak, so its weight is 1.
+    return tl.where(has_new, value, acc), tl.where(has_new, 1.0, total), tl.where(has_new, scores * scale_log2, peak)
+
+
+@triton.jit
 def attend_tiles(
     query,
     k_ptrs,
@@ -89,16 +105,25 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    IDS_FIRST: tl.constexpr = False,
 ):
-    """Fold every `step`-th tile from `first_tile` to `end_tile`; the caller has loaded the first one's `block_ids`."""
+    """Fold every `step`-th tile from `first_tile` to `end_tile`; the caller has loaded the first one's `block_ids`.
+
+    IDS_FIRST reads the ids of the next tile before the keys of this one. AMD's compiler makes a branch of that read,
+    and behind it keys would have to be in registers as a whole before the product with the queries begins.
+    """
     # Ids are fetched one tile ahead by hand: an indirect load left to the pipeliner would take K's and V's stages.
     for tile in tl.range(first_tile, end_tile, step):
         start = tile * BLOCK_N
+        tile_ids = block_ids
+        if IDS_FIRST:
+            block_ids = load_block_ids(table_row_ptr, start + step * BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         keys, values, key_mask = load_tile(
-            k_ptrs, v_ptrs, block_ids, start, first_key, num_keys, cache_block_stride, cache_token_stride,
+            k_ptrs, v_ptrs, tile_ids, start, first_key, num_keys, cache_block_stride, cache_token_stride,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        block_ids = load_block_ids(table_row_ptr, start + step * BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
+        if not IDS_FIRST:
+            block_ids = load_block_ids(table_row_ptr, start + step * BLOCK_N, num_keys, BLOCK_SIZE, BLOCK_N)
         acc, total, peak = attend_tile(query, keys, values, key_mask, scale_log2, acc, total, peak, SOFTCAP)
     return acc, total, peak
 
