@@ -1,4 +1,4 @@
-"""A small soak in every run; `make soak` is the long one."""
+"""A small soak in every run; `make soak` is the long one, of which `--slow` runs as much in four pieces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 from scheduler_soak import run
 
 
-@pytest.mark.parametrize("num_requests", [600, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_random_requests_keep_every_invariant_and_leave_the_pool_full(num_requests: int) -> None:
-    counts = run(num_requests, seed=7)
+@pytest.mark.parametrize(
+    ("num_requests", "seed"), [(600, 7), *(pytest.param(5_000, seed, marks=pytest.mark.slow) for seed in range(4))]
+)
+def test_random_requests_keep_every_invariant_and_leave_the_pool_full(num_requests: int, seed: int) -> None:
+    counts = run(num_requests, seed=seed)
     assert counts["requests"] == num_requests
     finished = sum(count for name, count in counts.items() if name.startswith("finished: "))
     assert finished == num_requests - counts["refused"] + counts["further samples"]
