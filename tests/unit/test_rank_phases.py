@@ -33,17 +33,24 @@ def run_one_step() -> None:
         runner.exit()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+MESSAGES = {"raise": r"(?s)rank 1 of 2 failed.*this rank fails: {}", "kill": "rank 1 of 2 ended with exit code -9"}
+QUICK = [("import", "raise"), ("load", "kill"), ("warm-up", "raise"), ("step", "kill")]
+"""One way in each phase for `make test`; the other one for `make test-full`."""
+
+
 @pytest.mark.parametrize(
-    ("way", "match"),
-    [("raise", r"(?s)rank 1 of 2 failed.*this rank fails: {}"), ("kill", "rank 1 of 2 ended with exit code -9")],
+    ("phase", "way"),
+    [
+        pytest.param(phase, way, marks=() if (phase, way) in QUICK else pytest.mark.slow)
+        for phase in PHASES
+        for way in MESSAGES
+    ],
 )
-def test_a_failure_of_a_rank(monkeypatch: pytest.MonkeyPatch, phase: str, way: str, match: str) -> None:
+def test_a_failure_of_a_rank(monkeypatch: pytest.MonkeyPatch, phase: str, way: str) -> None:
     monkeypatch.setenv(PHASE, phase)
     monkeypatch.setenv(WAY, way)
     start = time.monotonic()
-    with pytest.raises(EngineError, match=match.format(phase)):
+    with pytest.raises(EngineError, match=MESSAGES[way].format(phase)):
         run_one_step()
     assert time.monotonic() - start < NEED_SECONDS  # with the start of the ranks
     assert multiprocessing.active_children() == []
@@ -58,8 +65,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=() if phase == "load" else pytest.mark.slow) for phase in PHASES]
+)
 def test_ctrl_c_while_rank_0_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str) -> None:
     monkeypatch.setenv(PHASE, phase)
     monkeypatch.setenv(WAY, "pause")

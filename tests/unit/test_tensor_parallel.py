@@ -59,6 +59,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
 
 CASES = [
     pytest.param("llama", "4/2x32", {}, 2, id="llama"),
+    pytest.param("qwen2", "4/2x32", {}, 2, id="qwen2, with biases"),
     pytest.param("qwen3", "9/3x64", {"tie_word_embeddings": True, "vocab_size": 509}, 3, id="qwen3 of 509 ids, tied"),
     *(
         pytest.param(*case, id=name, marks=pytest.mark.slow)
