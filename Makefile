@@ -34,7 +34,7 @@ test-full: lint
 	$(MAKE) conformance
 	TRITON_INTERPRET=1 $(SPREAD) tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
-	$(MAKE) mutants
+	$(RUN) tests/mutants/run.py --tests-pass
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 
 lint: $(VENV)/.installed

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+NOTICED = Path(__file__).with_name("noticed.json")
+"""Which test noticed which mutant, by name: what `run.py --record` wrote."""
 
 PLAIN = (
     "tests/unit/test_block_manager.py",
@@ -52,6 +56,11 @@ class Mutant:
         if source.count(self.old) != 1:
             raise ValueError(f"{self.path.name} holds {self.old!r} {source.count(self.old)} times; mend the table")
         return source.replace(self.old, self.new)
+
+
+def noticed_by() -> dict[str, str]:
+    """`file::test` by the name of a mutant, for those that are on record."""
+    return json.loads(NOTICED.read_text(encoding="utf-8")) if NOTICED.exists() else {}
 
 
 def kernel_mutant(name: str, module: str, old: str, new: str, *tests: str) -> Mutant:

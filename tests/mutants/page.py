@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from mutant import ROOT, Mutant
+from mutant import ROOT, Mutant, noticed_by
 from table import MUTANTS
 
 PAGE = ROOT / "docs" / "mutants.md"
 
 _HEAD = """# Planted faults
 
-Faults that are put into a copy of the source, one at a time, and the tests of which at least one fails then. The page
-is made from the tables in `tests/mutants` by `python tests/mutants/page.py`, and a test compares the two;
+Faults that are put into a copy of the source, one at a time, and a test that fails then, or files that hold such ones.
+The page is made from the tables in `tests/mutants` by `python tests/mutants/page.py`, and a test compares the two;
 [testing.md](testing.md) says how the faults are run. Paths are below `tests/`.
 """
 
@@ -20,8 +20,10 @@ is made from the tables in `tests/mutants` by `python tests/mutants/page.py`, an
 def _rows(mutants: Iterable[Mutant]) -> Iterator[str]:
     yield "| Module | Fault | Noticed by |"
     yield "| --- | --- | --- |"
+    known = noticed_by()
     for mutant in sorted(mutants, key=lambda mutant: mutant.module):
-        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in mutant.tests)
+        noticing = (known[mutant.name],) if mutant.name in known else mutant.tests
+        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in noticing).replace("|", "\\|")
         yield f"| `{mutant.module.removeprefix('tritonllm.')}` | {mutant.name.removeprefix('Hopper: ')} | {tests} |"
 
 

@@ -3,22 +3,27 @@
     python tests/mutants/run.py            all that need no GPU
     python tests/mutants/run.py prefix     those with "prefix" in their name
     python tests/mutants/run.py --gpu      those in kernels written in Gluon, on a Hopper GPU
+    python tests/mutants/run.py --record   and write down which test noticed which, for the next run and docs/mutants.md
 
-Prints a table and exits with 1 if a mutant survives, or if the tests fail without any.
+Prints a table and exits with 1 if a mutant survives, or if the tests fail without any. The test that is on record for a
+mutant runs first and by itself; if it is content, all that could notice the mutant run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from mutant import ROOT, Mutant
+from mutant import NOTICED, ROOT, Mutant, noticed_by
 from table import MUTANTS
 
 TIMEOUT = 300
@@ -60,27 +65,48 @@ def killer(
     return found[1].removeprefix("tests/")
 
 
+def first_killer(known: dict[str, str], timeout: int, mutant: Mutant) -> str | None:
+    """As `killer`, but the test that `known` names for the mutant is asked before the others."""
+    if mutant.name in known:
+        with suppress(RuntimeError):  # a test that is no longer there
+            found = killer(mutant, (known[mutant.name],), mutant.interpreted, timeout)
+            if found is not None:
+                return found
+    return killer(mutant, mutant.tests, mutant.interpreted, timeout)
+
+
+def record(killers: dict[str, str]) -> None:
+    """Write down which test noticed each of these mutants; what is on record for other ones that still exist stays."""
+    known = {**noticed_by(), **{name: f"tests/{test}" for name, test in killers.items() if "::" in test}}
+    known = {mutant.name: known[mutant.name] for mutant in MUTANTS if mutant.name in known}
+    NOTICED.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="part of the names of mutants")
     parser.add_argument("--gpu", action="store_true", help="mutants that only a Hopper GPU can run")
     parser.add_argument("--jobs", type=int, help="run so many side by side; 2, or on a GPU one a core up to 16")
+    parser.add_argument("--record", action="store_true", help="write down which test noticed which mutant")
+    parser.add_argument(
+        "--tests-pass", action="store_true", help="the tests have just passed as they are: only mutants"
+    )
     options = parser.parse_args()
     mutants = [m for m in MUTANTS if m.on_hopper == options.gpu and all(word in m.name for word in options.words)]
     timeout = GPU_TIMEOUT if options.gpu else TIMEOUT
     start = time.perf_counter()
     pool = ThreadPoolExecutor(options.jobs or (min(os.cpu_count() or 1, 16) if options.gpu else 2))
     try:
-        plain = dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in mutants)
+        plain = dict.fromkeys((m.tests, m.interpreted) for m in mutants if not options.tests_pass)
         failures = pool.map(lambda run: killer(None, *run, timeout), plain)
-        killers = pool.map(lambda mutant: killer(mutant, mutant.tests, mutant.interpreted, timeout), mutants)
+        killers = pool.map(partial(first_killer, noticed_by(), timeout), mutants)
         failed = next(filter(None, failures), None)
         if failed is not None:
             sys.stdout.write(f"without any mutant this test fails: {failed}\n")
             return 1
-        survivors, width = 0, max((len(mutant.name) for mutant in mutants), default=0)
+        found, width = {}, max((len(mutant.name) for mutant in mutants), default=0)
         for mutant, killed_by in zip(mutants, killers, strict=True):
-            survivors += killed_by is None
+            found[mutant.name] = killed_by
             sys.stdout.write(f"{mutant.name:{width}}  {killed_by or 'SURVIVED'}\n")
             sys.stdout.flush()
     except RuntimeError as error:
@@ -88,6 +114,9 @@ def main() -> int:
         return 1
     finally:
         pool.shutdown(cancel_futures=True)
+    survivors = sum(killed_by is None for killed_by in found.values())
+    if options.record:
+        record({name: killed_by for name, killed_by in found.items() if killed_by is not None})
     duration = time.perf_counter() - start
     sys.stdout.write(f"{len(mutants)} mutants, {survivors} survived; {duration:.0f} s\n")
     return 1 if survivors else 0

@@ -11,9 +11,9 @@ import pytest
 FOLDER = str(Path(__file__).parents[1] / "mutants")
 sys.path.insert(0, FOLDER)
 try:
-    from mutant import ROOT, Mutant
+    from mutant import ROOT, Mutant, noticed_by
     from page import PAGE, page
-    from run import killer
+    from run import first_killer, killer
     from table import MUTANTS
 finally:
     sys.path.remove(FOLDER)
@@ -42,6 +42,22 @@ def test_every_kernel_has_a_fault() -> None:
     modules = {f"tritonllm.kernels.{file.stem}" for file in files if jitted.search(file.read_text(encoding="utf-8"))}
     assert len(modules) > 15
     assert modules - {mutant.module for mutant in MUTANTS} == set()
+
+
+def test_what_is_on_record_exists() -> None:
+    names = {mutant.name for mutant in MUTANTS}
+    for mutant, test in noticed_by().items():
+        file, *_, name = test.partition("[")[0].split("::")
+        assert mutant in names
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+@pytest.mark.parametrize("known", ["test_a_block_is_added_when_the_last_one_is_full_and_not_before", "test_is_no_more"])
+def test_a_record_that_is_out_of_date_is_not_the_last_word(known: str) -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == SAMPLE[0]]
+    found = first_killer({mutant.name: f"tests/unit/test_block_manager.py::{known}"}, 300, mutant)
+    assert found is not None
+    assert found.startswith("unit/test_block_manager.py::")
 
 
 def test_the_page_lists_them_all() -> None:
