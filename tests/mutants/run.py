@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,19 +22,24 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from forks import Forks
 from mutant import NOTICED, ROOT, Mutant, noticed_by
 from table import MUTANTS
 
 TIMEOUT = 300
 GPU_TIMEOUT = 120  # a lost barrier hangs
+PYTHON_PATH = os.pathsep.join(
+    filter(None, [str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+)
 
 
 def killer(
-    mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool = False, timeout: int = TIMEOUT
+    forks: Forks, mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool = False, timeout: int = TIMEOUT
 ) -> str | None:
     """The first test that fails with the mutant in place, in Triton's interpreter or not; None if all pass.
 
     Args:
+        forks: where pytest runs.
         mutant: None for the source as it is.
         tests: files, or `file::test`.
         interpreted: run them in Triton's interpreter.
@@ -44,35 +48,35 @@ def killer(
     Raises:
         RuntimeError: pytest could not run, or skipped every test.
     """
-    paths = [str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    env["TRITONLLM_MUTANT"] = mutant.name if mutant is not None else ""
-    env["TRITON_INTERPRET"] = str(int(interpreted))
-    run = [sys.executable, "-m", "pytest", "-x", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests]
+    environment = {
+        "PYTHONPATH": PYTHON_PATH,
+        "TRITONLLM_MUTANT": mutant.name if mutant is not None else "",
+        "TRITON_INTERPRET": str(int(interpreted)),
+    }
     try:
-        done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return f"no end after {timeout} s"
-    if done.returncode == 0:
-        if re.search(r"\b\d+ passed", done.stdout) is None:
-            raise RuntimeError(f"no test of {', '.join(tests)} ran: {done.stdout[-2000:]}")
+        status, printed = forks(["-x", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests], environment, timeout)
+    except TimeoutError as error:
+        return str(error)
+    if status == 0:
+        if re.search(r"\b\d+ passed", printed) is None:
+            raise RuntimeError(f"no test of {', '.join(tests)} ran: {printed[-2000:]}")
         return None
-    if done.returncode < 0:  # a kernel with a wrong address takes the interpreter with it
-        return f"died of signal {-done.returncode}"
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode not in (1, 2) or found is None:
-        raise RuntimeError(f"pytest did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    if status < 0:  # a kernel with a wrong address takes the interpreter with it
+        return f"died of signal {-status}"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+    if status not in (1, 2) or found is None:
+        raise RuntimeError(f"pytest did not run: {printed[-2000:]}")
     return found[1].removeprefix("tests/")
 
 
-def first_killer(known: dict[str, str], timeout: int, mutant: Mutant) -> str | None:
+def first_killer(forks: Forks, known: dict[str, str], timeout: int, mutant: Mutant) -> str | None:
     """As `killer`, but the test that `known` names for the mutant is asked before the others."""
     if mutant.name in known:
         with suppress(RuntimeError):  # a test that is no longer there
-            found = killer(mutant, (known[mutant.name],), mutant.interpreted, timeout)
+            found = killer(forks, mutant, (known[mutant.name],), mutant.interpreted, timeout)
             if found is not None:
                 return found
-    return killer(mutant, mutant.tests, mutant.interpreted, timeout)
+    return killer(forks, mutant, mutant.tests, mutant.interpreted, timeout)
 
 
 def record(killers: dict[str, str]) -> None:
@@ -96,10 +100,11 @@ def main() -> int:
     timeout = GPU_TIMEOUT if options.gpu else TIMEOUT
     start = time.perf_counter()
     pool = ThreadPoolExecutor(options.jobs or (min(os.cpu_count() or 1, 16) if options.gpu else 2))
+    forks = Forks(ROOT, PYTHON_PATH)
     try:
         plain = dict.fromkeys((m.tests, m.interpreted) for m in mutants if not options.tests_pass)
-        failures = pool.map(lambda run: killer(None, *run, timeout), plain)
-        killers = pool.map(partial(first_killer, noticed_by(), timeout), mutants)
+        failures = pool.map(lambda run: killer(forks, None, *run, timeout), plain)
+        killers = pool.map(partial(first_killer, forks, noticed_by(), timeout), mutants)
         failed = next(filter(None, failures), None)
         if failed is not None:
             sys.stdout.write(f"without any mutant this test fails: {failed}\n")
@@ -114,6 +119,7 @@ def main() -> int:
         return 1
     finally:
         pool.shutdown(cancel_futures=True)
+        forks.close()
     survivors = sum(killed_by is None for killed_by in found.values())
     if options.record:
         record({name: killed_by for name, killed_by in found.items() if killed_by is not None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 FOLDER = str(Path(__file__).parents[1] / "mutants")
 sys.path.insert(0, FOLDER)
 try:
+    from forks import Forks
     from mutant import ROOT, Mutant, noticed_by
     from page import PAGE, page
-    from run import first_killer, killer
+    from run import PYTHON_PATH, first_killer, killer
     from table import MUTANTS
 finally:
     sys.path.remove(FOLDER)
@@ -24,6 +26,13 @@ SAMPLE = (
     "rows that fall out of the batch are not cleared",
     "a norm has no epsilon",
 )
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks(ROOT, PYTHON_PATH)
+    yield forks
+    forks.close()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -53,9 +62,9 @@ def test_what_is_on_record_exists() -> None:
 
 
 @pytest.mark.parametrize("known", ["test_a_block_is_added_when_the_last_one_is_full_and_not_before", "test_is_no_more"])
-def test_a_record_that_is_out_of_date_is_not_the_last_word(known: str) -> None:
+def test_a_record_that_is_out_of_date_is_not_the_last_word(forks: Forks, known: str) -> None:
     (mutant,) = [mutant for mutant in MUTANTS if mutant.name == SAMPLE[0]]
-    found = first_killer({mutant.name: f"tests/unit/test_block_manager.py::{known}"}, 300, mutant)
+    found = first_killer(forks, {mutant.name: f"tests/unit/test_block_manager.py::{known}"}, 300, mutant)
     assert found is not None
     assert found.startswith("unit/test_block_manager.py::")
 
@@ -64,9 +73,9 @@ def test_the_page_lists_them_all() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python tests/mutants/page.py"
 
 
-def test_where_every_test_is_skipped_nothing_is_proven() -> None:
+def test_where_every_test_is_skipped_nothing_is_proven(forks: Forks) -> None:
     with pytest.raises(RuntimeError, match="no test of .* ran"):
-        killer(None, ("tests/kernels/test_prefill_hopper.py::test_rows_may_be_far_apart",), interpreted=True)
+        killer(forks, None, ("tests/kernels/test_prefill_hopper.py::test_rows_may_be_far_apart",), interpreted=True)
 
 
 def test_a_text_that_is_gone_from_the_source_is_an_error() -> None:
@@ -75,10 +84,10 @@ def test_a_text_that_is_gone_from_the_source_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_faults_are_noticed(name: str) -> None:
+def test_faults_are_noticed(forks: Forks, name: str) -> None:
     (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
-    assert killer(mutant, mutant.tests, mutant.interpreted) is not None
+    assert killer(forks, mutant, mutant.tests, mutant.interpreted) is not None
 
 
-def test_without_a_fault_nothing_is_noticed() -> None:
-    assert killer(None, ("tests/unit/test_block_manager.py",), False) is None
+def test_without_a_fault_nothing_is_noticed(forks: Forks) -> None:
+    assert killer(forks, None, ("tests/unit/test_block_manager.py",), False) is None
