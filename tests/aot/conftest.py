@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
+import triton
 from harness import compile_case
 
 from tritonllm.kernels.compile_matrix import Compiled
@@ -18,6 +19,10 @@ def pytest_configure() -> None:
         raise pytest.UsageError(
             "tests/aot compiles kernels, and under TRITON_INTERPRET there is nothing to compile: unset it"
         )
+
+
+def pytest_report_header() -> str:
+    return f"triton: {triton.__version__}"
 
 
 def _is_compilation(item: pytest.Item) -> bool:

@@ -25,7 +25,6 @@ from triton.runtime import driver
 
 from tritonllm import EngineConfig
 from tritonllm.engine.recorded_start import recorded_start
-from tritonllm.kernels.launch import _OPTIONS
 from tritonllm.kernels.targets import parse_targets
 
 model, options, name, num_sms = json.loads(sys.argv[1])
@@ -53,8 +52,7 @@ def listen(src, metadata, metadata_group, times, cache_hit):
 
 triton.knobs.compilation.listener = listen
 for launch in recorded_start(EngineConfig(model, **options), target.counts_as):
-    options = {**_OPTIONS, **launch.options}
-    launch.kernel.run(grid=launch.grid, warmup=True, **launch.args, **launch.constexprs, **options)
+    launch._compile()
 print(json.dumps([sorted(found[True]), sorted(found[False] - found[True])]))
 """
 

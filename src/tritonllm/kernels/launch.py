@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonllm.errors import KernelError
 from tritonllm.kernels.recording import GPU, recorded_gpu, recorded_launches
-from tritonllm.kernels.variant import Variant, variant
+from tritonllm.kernels.variant import Variant, settle_key, variant
 
 # Triton 3.10 turns the fusion of multiply and add off by default; our numbers should not change with its version.
 _OPTIONS = {"enable_fp_fusion": True}
@@ -210,6 +210,7 @@ class Launch:
 
     def _compile(self) -> None:
         options = {**_OPTIONS, **self.options}
+        settle_key(self.kernel)
         self.kernel.run(grid=self.grid, warmup=True, **self.args, **self.constexprs, **options)
 
     def _launch(self, device_index: int | None) -> None:
@@ -233,6 +234,7 @@ class Launch:
                 lambda: f"arguments out of order: {names}",
             )
             options = {**_OPTIONS, **self.options}
+            settle_key(self.kernel)
             _compiled[key] = self.kernel[self.grid](**self.args, **self.constexprs, **options)
             return
         x, y, z = (*self.grid, 1, 1)[:3]

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITCallable, create_function_from_signature
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Variant:
     def compile(self) -> Any:
         """Compile, or take from Triton's cache: `.asm` holds the stages, `.metadata.shared` bytes of shared memory."""
         kernel = getattr(importlib.import_module(self.module), self.kernel)
+        settle_key(kernel)
         make_source = GluonASTSource if kernel.is_gluon() else ASTSource
         source = make_source(
             fn=kernel,
@@ -58,6 +59,7 @@ def variant(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any
 
     A meta tensor counts as a part of memory that is aligned as the allocator aligns it.
     """
+    settle_key(kernel)  # before a hash of the kernel is asked for, which holds its key
     backend, bind = _binder(kernel, target)
     keywords = {**arguments, **options}
     bound, specialization, _ = bind(**keywords)
@@ -71,6 +73,24 @@ def variant(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any
         attributes=tuple((index, tuple(map(tuple, facts))) for index, facts in attributes.items()),
         options=tuple(options.items()),
     )
+
+
+def settle_key(kernel: Any) -> None:
+    """Make the keys of the jitted functions that a kernel calls before its own, in Triton's cache of compiled kernels.
+
+    Triton 3.6 puts the global constants of a function into the keys of its callers only if that function has its own
+    key by then. So a kernel's key, there, depends on the kernels that a process looked at before, and another process
+    would not find what this one compiled.
+    """
+    pending = [kernel]
+    while pending:
+        function = pending[-1]
+        names = function.fn.__code__.co_names if function.hash is None else ()
+        callees = [function.fn.__globals__.get(name) for name in names]
+        new = [f for f in callees if isinstance(f, JITCallable) and f.hash is None and f not in pending]
+        pending.extend(new)
+        if not new:
+            pending.pop().cache_key  # noqa: B018  a property that keeps what it makes
 
 
 @cache
