@@ -41,7 +41,7 @@ test-full: lint $(OLDEST)/.installed
 	$(MAKE) conformance
 	TRITON_INTERPRET=1 $(SPREAD) tests/kernels --slow
 	$(RUN) -m pytest tests/aot --slow
-	PYTHONPATH=$(OLDEST) $(RUN) -m pytest tests/aot/test_compile.py --slow
+	PYTHONPATH=$(OLDEST) $(RUN) -m pytest tests/aot/test_compile.py tests/aot/test_precompiled.py --slow --every-other-target
 	$(RUN) tests/mutants/run.py --tests-pass
 	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) gpu; fi
 

@@ -6,6 +6,8 @@ environment, seconds and the file for what is printed, and answers with a line t
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -15,9 +17,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 PRELOADED = ("pytest", "torch", "transformers.models.llama.modeling_llama")
-"""What most tests import and no mutant changes. Not Triton, which asks at its import whether it interprets kernels."""
+"""What most tests import and no mutant changes. The last brings Triton, which interprets from the start or never."""
 
 
 class Forks:
@@ -26,22 +29,32 @@ class Forks:
     def __init__(self, folder: Path, python_path: str) -> None:
         self._folder = folder
         self._environment = {**os.environ, "PYTHONPATH": python_path}
-        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+        self._idle: dict[bool, queue.SimpleQueue[subprocess.Popen[str]]] = {
+            interpreting: queue.SimpleQueue() for interpreting in (False, True)
+        }
 
-    def __call__(self, arguments: list[str], environment: dict[str, str], timeout: int) -> tuple[int, str]:
+    def __call__(
+        self, arguments: list[str], environment: dict[str, str], timeout: int, interpreting: bool = False
+    ) -> tuple[int, str]:
         """The exit status of `pytest arguments`, negative if a signal ended it, and what it printed.
+
+        Args:
+            arguments: of pytest.
+            environment: variables that the run alone has.
+            timeout: seconds.
+            interpreting: run kernels in Triton's interpreter.
 
         Raises:
             TimeoutError: it had not ended after `timeout` seconds; it has been killed.
             RuntimeError: the process that forks is gone.
         """
         try:
-            server = self._idle.get_nowait()
+            server = self._idle[interpreting].get_nowait()
         except queue.Empty:
             server = subprocess.Popen(
                 [sys.executable, __file__],
                 cwd=self._folder,
-                env=self._environment,
+                env={**self._environment, "TRITON_INTERPRET": str(int(interpreting))},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -54,7 +67,7 @@ class Forks:
             answer = server.stdout.readline()
             if not answer:
                 raise RuntimeError(f"no answer from the process that forks; exit status {server.wait()}")
-            self._idle.put(server)
+            self._idle[interpreting].put(server)
             status = json.loads(answer)
             if status is None:
                 raise TimeoutError(f"no end after {timeout} s")
@@ -62,8 +75,9 @@ class Forks:
 
     def close(self) -> None:
         """End the processes, once no call is running."""
-        while not self._idle.empty():
-            self._idle.get().communicate()
+        for idle in self._idle.values():
+            while not idle.empty():
+                idle.get().communicate()
 
 
 def _wait(child: int, timeout: int) -> int | None:
@@ -78,23 +92,32 @@ def _wait(child: int, timeout: int) -> int | None:
     return None
 
 
-def serve() -> int:
-    """Answer until the input ends. In a fork it returns as well: the exit status of its pytest."""
+def _run(arguments: list[str], environment: dict[str, str], printed: str) -> NoReturn:
+    """Run pytest in this process, and leave it without freeing what it holds, which takes as long as a test."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(printed, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    os.environ.update(environment)
+    status = sys.modules["pytest"].main(arguments)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def serve() -> None:
+    """Answer until the input ends."""
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # what is here already is no garbage of a test
     for line in sys.stdin:
         arguments, environment, timeout, printed = json.loads(line)
         child = os.fork()
         if child == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(os.open(printed, os.O_WRONLY), 1)
-            os.dup2(1, 2)
-            os.environ.update(environment)
-            return sys.modules["pytest"].main(arguments)
+            _run(arguments, environment, printed)
         sys.stdout.write(json.dumps(_wait(child, timeout)) + "\n")
         sys.stdout.flush()
-    return 0
+    os._exit(0)  # Triton's bindings would list what nobody freed
 
 
 if __name__ == "__main__":
-    sys.exit(serve())
+    serve()

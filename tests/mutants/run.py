@@ -48,13 +48,10 @@ def killer(
     Raises:
         RuntimeError: pytest could not run, or skipped every test.
     """
-    environment = {
-        "PYTHONPATH": PYTHON_PATH,
-        "TRITONLLM_MUTANT": mutant.name if mutant is not None else "",
-        "TRITON_INTERPRET": str(int(interpreted)),
-    }
+    arguments = ["-x", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests]
+    environment = {"TRITONLLM_MUTANT": mutant.name if mutant is not None else ""}
     try:
-        status, printed = forks(["-x", "-rfEs", "-p", "no:cacheprovider", "-p", "mutate", *tests], environment, timeout)
+        status, printed = forks(arguments, environment, timeout, interpreted)
     except TimeoutError as error:
         return str(error)
     if status == 0:

@@ -91,3 +91,4 @@ def test_faults_are_noticed(forks: Forks, name: str) -> None:
 
 def test_without_a_fault_nothing_is_noticed(forks: Forks) -> None:
     assert killer(forks, None, ("tests/unit/test_block_manager.py",), False) is None
+    assert killer(forks, None, ("tests/kernels/test_kv_store.py",), True) is None
