@@ -28,7 +28,8 @@ class Forks:
 
     def __init__(self, folder: Path, python_path: str) -> None:
         self._folder = folder
-        self._environment = {**os.environ, "PYTHONPATH": python_path}
+        # numpy's threads would not be there in a fork.
+        self._environment = {**os.environ, "PYTHONPATH": python_path, "OPENBLAS_NUM_THREADS": "1"}
         self._idle: dict[bool, queue.SimpleQueue[subprocess.Popen[str]]] = {
             interpreting: queue.SimpleQueue() for interpreting in (False, True)
         }

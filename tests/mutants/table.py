@@ -373,6 +373,13 @@ MUTANTS = (
         "self.bias",
         ("tests/unit/test_layers.py",),
     ),
+    Mutant(
+        "a kernel's key is made before those of what it calls",
+        "tritonllm.kernels.variant",
+        "pending.pop().cache_key",
+        "pending.pop(0).cache_key",
+        ("tests/unit/test_variant.py",),
+    ),
     *KERNEL_MUTANTS,
     *SAMPLING_MUTANTS,
     *HOPPER_MUTANTS,

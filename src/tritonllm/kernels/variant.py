@@ -82,11 +82,10 @@ def settle_key(kernel: Any) -> None:
     key by then. So a kernel's key, there, depends on the kernels that a process looked at before, and another process
     would not find what this one compiled.
     """
-    pending = [kernel]
+    pending = [kernel] if kernel.hash is None else []
     while pending:
-        function = pending[-1]
-        names = function.fn.__code__.co_names if function.hash is None else ()
-        callees = [function.fn.__globals__.get(name) for name in names]
+        function = pending[-1].fn
+        callees = map(function.__globals__.get, function.__code__.co_names)
         new = [f for f in callees if isinstance(f, JITCallable) and f.hash is None and f not in pending]
         pending.extend(new)
         if not new:
