@@ -43,8 +43,8 @@ class Variant:
     def compile(self) -> Any:
         """Compile, or take from Triton's cache: `.asm` holds the stages, `.metadata.shared` bytes of shared memory."""
         kernel = getattr(importlib.import_module(self.module), self.kernel)
-        settle_key(kernel)
         make_source = GluonASTSource if kernel.is_gluon() else ASTSource
+        settle_key(kernel)
         source = make_source(
             fn=kernel,
             signature=dict(self.signature),
