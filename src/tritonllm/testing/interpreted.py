@@ -22,9 +22,11 @@ def main() -> None:
     """
     from tritonllm.kernels.launch import interpreting
     from tritonllm.testing.equality import way_engine
+    from tritonllm.testing.interpreter import patch_once_a_launch
 
     if not interpreting():
         raise EngineError("the interpreter is off; set TRITON_INTERPRET=1 before Python starts")
+    patch_once_a_launch()
     asked = json.load(sys.stdin)
     params = [SamplingParams(**fields) for fields in asked["params"]]
     keys = asked["keys"]
