@@ -17,13 +17,14 @@ import torch
 import triton
 
 from tritonllm.kernels.launch import interpreting
-from tritonllm.testing.interpreter import patch_once_a_launch
 from tritonllm.testing.poison import poisoned_memory
 from tritonllm.testing.tensors import exact_dtypes, kernel_device
 
 INTERPRETING = interpreting()
 RUNNABLE = INTERPRETING or torch.cuda.is_available()
 if INTERPRETING:
+    from tritonllm.testing.interpreter import patch_once_a_launch
+
     patch_once_a_launch()
 
 _COMMON: dict[str, Any] = {
